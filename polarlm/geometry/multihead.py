@@ -1,0 +1,69 @@
+"""Tangent updates with several heads (Appendix D): one sphere, H blocks of it, one constraint.
+
+The direction v (..., H, Dh) lives on one sphere of radius r = ||v||; heads are blocks with r^2 = sum_h r_h^2.
+Each head estimates its block with its own evidence P_h, but tangency <v, Delta> = 0 binds them together.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Projection = Literal["none", "per_head", "global", "evidence"]
+PROJECTIONS: tuple[str, ...] = ("none", "per_head", "global", "evidence")
+
+
+def project(v: Tensor, v_bar: Tensor, log_evidence: Tensor | None = None, mode: Projection = "evidence") -> Tensor:
+    """The directional update of every head: v, v_bar (..., H, Dh), log_evidence (..., H), result (..., H, Dh)."""
+    if mode == "none":
+        return v_bar
+    if mode == "per_head":
+        return project_per_head(v, v_bar)
+    if mode == "global":
+        return project_global(v, v_bar)
+    if mode == "evidence":
+        if log_evidence is None:
+            raise ValueError("projection mode 'evidence' needs log_evidence (..., H); got None")
+        return project_evidence(v, v_bar, log_evidence)
+    raise ValueError(f"unknown projection mode {mode!r}; choose one of {', '.join(PROJECTIONS)}")
+
+
+def project_per_head(v: Tensor, v_bar: Tensor) -> Tensor:
+    """XSA: every head's v_bar_h without its component along v_h."""
+    return v_bar - v * (_dot(v, v_bar) / _floor(_dot(v, v)))
+
+
+def project_global(v: Tensor, v_bar: Tensor) -> Tensor:
+    """P_T(v) v_bar with the whole vector: one component removed over all heads together (Eq. rt_transformer_update)."""
+    along = _dot(v, v_bar).sum(-2, keepdim=True)
+    squared_radius = _dot(v, v).sum(-2, keepdim=True)
+    return v_bar - v * (along / _floor(squared_radius))
+
+
+def project_evidence(v: Tensor, v_bar: Tensor, log_evidence: Tensor) -> Tensor:
+    """Proposition 5: the evidence-weighted coupled tangent update.
+
+    Minimises sum_h P_h ||Delta_h - delta_h||^2 subject to sum_h <v_h, Delta_h> = 0, with delta = v_bar - v:
+    Delta_h = delta_h - <v, delta> (1/P_h) / (sum_h' r_h'^2 / P_h') v_h. Heads with little evidence pay for tangency.
+    """
+    delta = v_bar - v  # not v_bar: the two differ as soon as heads differ in evidence (test H5)
+    along = _dot(v, delta).sum(-2, keepdim=True)
+    return delta - v * (along * correction_weights(v, log_evidence).unsqueeze(-1))
+
+
+def correction_weights(v: Tensor, log_evidence: Tensor) -> Tensor:
+    """w_h = (1/P_h) / sum_h' r_h'^2/P_h' (..., H), max-shifted: only differences of log evidence matter."""
+    reluctance = torch.exp(-log_evidence - (-log_evidence).amax(-1, keepdim=True))  # in (0, 1], largest is 1
+    total = (_dot(v, v).squeeze(-1) * reluctance).sum(-1, keepdim=True)
+    return reluctance / _floor(total)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum(-1, keepdim=True)
+
+
+def _floor(squared_norm: Tensor) -> Tensor:
+    # A zero vector has no direction to remove: keep 0/0 from becoming NaN (and its gradient too).
+    return squared_norm.clamp_min(torch.finfo(squared_norm.dtype).tiny ** 0.5)
