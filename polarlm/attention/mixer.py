@@ -1,0 +1,137 @@
+"""What every token mixer (the attention half of a block) shares: its shape, its contract, its cache.
+
+Shapes: B batch, T new tokens, S tokens attended to (cache included), H query heads, G key/value heads, Dh head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+INIT_STD = 0.02  # GPT-2's standard deviation for every matrix
+Rotary = tuple[Tensor, Tensor]  # cosine and sine tables (T, rotary_dim/2), or (B, T, rotary_dim/2) with documents
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class MixerShape:
+    """Everything a mixer needs to know about the model it stands in; the hyperparameters come from its own yaml."""
+
+    d_model: int
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+    layer: int
+    n_layer: int
+    context: int
+    dropout: float = 0.0
+    norm_eps: float = 1e-6
+    rope_base: float = 10000.0
+
+
+class KeyValueCache:
+    """Keys, values and (for magnitude-aware blocks) magnitudes of the tokens one layer has already seen."""
+
+    def __init__(
+        self,
+        batch: int,
+        heads: int,
+        length: int,
+        head_dim: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        magnitude: bool = False,
+    ) -> None:
+        self.length = 0
+        self.keys = torch.zeros(batch, heads, length, head_dim, device=device, dtype=dtype)
+        self.values = torch.zeros_like(self.keys)
+        self.magnitudes = torch.zeros(batch, length, device=device, dtype=dtype) if magnitude else None
+
+    def append(self, keys: Tensor, values: Tensor, magnitude: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Store T new tokens; returns keys, values (B, G, S, Dh) and magnitudes (B, S) of everything stored so far."""
+        start, stop = self.length, self.length + keys.shape[2]
+        if stop > self.keys.shape[2]:
+            raise ValueError(f"the cache holds {self.keys.shape[2]} tokens, {stop} were given; make it longer")
+        self.keys[:, :, start:stop] = keys
+        self.values[:, :, start:stop] = values
+        if self.magnitudes is not None and magnitude is not None:
+            self.magnitudes[:, start:stop] = magnitude
+            magnitude = self.magnitudes[:, :stop]
+        self.length = stop
+        return self.keys[:, :, :stop], self.values[:, :, :stop], magnitude
+
+
+class Mixer(nn.Module):
+    """A causal map (B, T, d_model) -> (B, T, d_model); subclasses write `forward` and `flops_per_token`."""
+
+    pre_norm = True  # False: the block hands over the raw residual stream
+
+    def __init__(self, shape: MixerShape) -> None:
+        super().__init__()
+        self.shape = shape
+
+    @property
+    def rotary_dim(self) -> int:
+        """Head size the rotary tables are made for."""
+        return self.shape.head_dim
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        rotary: Rotary,
+        documents: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        record: Record | None = None,
+    ) -> Tensor:
+        """Mix tokens causally; `record`, when given, is filled with the intermediate quantities of this same pass."""
+        raise NotImplementedError
+
+    def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> KeyValueCache:
+        """An empty cache for `length` tokens."""
+        return KeyValueCache(batch, self.shape.n_kv_head, length, self.rotary_dim, device, dtype)
+
+    def flops_per_token(self, context: int) -> int:
+        """Forward floating-point operations per token, averaged over the causal positions of a context."""
+        raise NotImplementedError
+
+
+def linear(d_in: int, d_out: int, std: float = INIT_STD) -> nn.Linear:
+    """A bias-free linear map with normally distributed weights."""
+    layer = nn.Linear(d_in, d_out, bias=False)
+    nn.init.normal_(layer.weight, std=std)
+    return layer
+
+
+def residual_std(n_layer: int, std: float = INIT_STD) -> float:
+    """GPT-2's scaled initialisation: 2L maps add to the residual stream, so each gets 1/sqrt(2L) of the deviation."""
+    return std / (2 * n_layer) ** 0.5
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """(B, T, heads*Dh) -> (B, heads, T, Dh)."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """(B, heads, T, Dh) -> (B, T, heads*Dh)."""
+    return x.transpose(1, 2).flatten(-2)
+
+
+def visible(queries: int, keys: int, documents: Tensor | None, device: torch.device) -> Tensor:
+    """Which keys a query may see, True = yes: causal and in the same document; (T, S) or (B, 1, T, S).
+
+    The queries are the last `queries` of the `keys` positions.
+    """
+    causal = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    if documents is None:
+        return causal
+    return causal & (documents[:, None, :, None] == documents[:, None, None, :])
+
+
+def mean_visible(context: int) -> float:
+    """Keys a query sees on average under the causal mask."""
+    return (context + 1) / 2

@@ -1,0 +1,99 @@
+"""The baseline: scaled dot-product attention with RoPE, optional QK-norm, grouped heads and value rotation."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from polarlm.attention.mixer import (
+    KeyValueCache,
+    Mixer,
+    MixerShape,
+    Record,
+    Rotary,
+    linear,
+    mean_visible,
+    merge_heads,
+    residual_std,
+    split_heads,
+    visible,
+)
+from polarlm.geometry import rotate
+
+
+class StandardAttention(Mixer):
+    """Causal multi-head attention of a pre-norm GPT; `rotate_values` transports values like keys (RoVE)."""
+
+    def __init__(self, shape: MixerShape, qk_norm: bool = False, rotate_values: bool = False) -> None:
+        super().__init__(shape)
+        self.rotate_values = rotate_values
+        self.heads = (shape.n_head, shape.n_kv_head, shape.n_kv_head)  # of q, k, v
+        self.qkv = linear(shape.d_model, sum(self.heads) * shape.head_dim)
+        self.out = linear(shape.n_head * shape.head_dim, shape.d_model, residual_std(shape.n_layer))
+        # One gain per channel, shared by the heads, as in the published models that use QK-norm.
+        self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if qk_norm else None
+        self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if qk_norm else None
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        rotary: Rotary,
+        documents: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        record: Record | None = None,
+    ) -> Tensor:
+        """y_i = sum_j softmax(q_i . k_j / sqrt(Dh)) v_j, per head, then W_o."""
+        sizes = [heads * self.shape.head_dim for heads in self.heads]
+        q, k, v = (split_heads(part, heads) for part, heads in zip(self.qkv(x).split(sizes, dim=-1), self.heads))
+        if self.q_norm is not None:
+            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        own = v  # the query tokens' own values, in their own frame
+        q_turned, k_turned = rotate(q, *rotary), rotate(k, *rotary)
+        v_turned = rotate(v, *rotary) if self.rotate_values else v
+        if cache is not None:
+            k_turned, v_turned, _ = cache.append(k_turned, v_turned)
+
+        v_bar = self._attend(q_turned, k_turned, v_turned, documents)
+        if self.rotate_values:
+            v_bar = rotate(v_bar, *rotary, inverse=True)
+        update = self.combine(v_bar, own)
+        if record is not None:
+            weights, log_evidence = attention_weights(q_turned, k_turned, documents)
+            record.update(q=q, k=k, v=own, v_bar=v_bar, update=update, weights=weights, log_evidence=log_evidence)
+        return self.out(merge_heads(update))
+
+    def combine(self, v_bar: Tensor, own: Tensor) -> Tensor:
+        """What leaves the heads, from the aggregated values (B, H, T, Dh) and the token's own (B, G, T, Dh)."""
+        return v_bar
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+        queries, keys = q.shape[2], k.shape[2]
+        causal = documents is None and queries == keys
+        # A single query sees everything; several queries on a longer cache, or documents, need an explicit mask.
+        mask = None if causal or queries == 1 else visible(queries, keys, documents, q.device)
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=causal,
+            dropout_p=self.shape.dropout if self.training else 0.0,
+            enable_gqa=self.shape.n_head != self.shape.n_kv_head,
+        )
+
+    def flops_per_token(self, context: int) -> int:
+        """Projections, then one product with the keys and one with the values."""
+        s = self.shape
+        projections = 2 * (self.qkv.weight.numel() + self.out.weight.numel())
+        return projections + int(4 * mean_visible(context) * s.n_head * s.head_dim)
+
+
+def attention_weights(q: Tensor, k: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Weights (B, H, T, S) and log-normaliser (B, H, T) that the fused kernel does not give out; for records only."""
+    group = q.shape[1] // k.shape[1]
+    scores = q.float() @ k.float().repeat_interleave(group, dim=1).transpose(-1, -2) * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(~visible(q.shape[2], k.shape[2], documents, q.device), float("-inf"))
+    log_evidence = torch.logsumexp(scores, dim=-1)
+    return (scores - log_evidence.unsqueeze(-1)).exp(), log_evidence

@@ -1,0 +1,202 @@
+"""GPT: embedding, blocks around a chosen mixer, final norm, (tied) output; from tokens to logits or loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from polarlm.attention.mixer import INIT_STD, KeyValueCache, Mixer, MixerShape, Record, Rotary, linear
+from polarlm.errors import UserError
+from polarlm.geometry import rotary_tables
+from polarlm.model.block import Block
+from polarlm.model.feed_forward import build_feed_forward
+from polarlm.model.norm import RMSNorm
+
+IGNORED = -100  # target that does not count
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The size of a model, in plain values; what stands in its blocks is chosen separately."""
+
+    vocab_size: int
+    context: int
+    d_model: int
+    n_layer: int
+    n_head: int
+    n_kv_head: int | None = None  # fewer than n_head: grouped-query attention
+    head_dim: int | None = None  # d_model / n_head when not given
+    ffn: str = "swiglu"
+    ffn_mult: float = 4.0  # hidden size in units of d_model, as for GELU; SwiGLU takes 2/3 of it (equal parameters)
+    tie_embeddings: bool = True
+    dropout: float = 0.0
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-6
+    checkpointing: bool = False  # recompute each block in the backward pass instead of storing it
+
+    def __post_init__(self) -> None:
+        for key in ("vocab_size", "context", "d_model", "n_layer", "n_head", "n_kv_head", "head_dim"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise UserError(f"model.{key} is {value}; it must be at least 1.")
+        if self.head_dim is None and self.d_model % self.n_head:
+            raise UserError(
+                f"model.n_head={self.n_head} does not divide model.d_model={self.d_model}; choose a divisor of "
+                f"{self.d_model} ({_divisors(self.d_model)}) or set model.head_dim."
+            )
+        if self.n_head % self.kv_heads:
+            raise UserError(
+                f"model.n_kv_head={self.n_kv_head} does not divide model.n_head={self.n_head}; "
+                f"choose one of {_divisors(self.n_head)}."
+            )
+        if self.head_size % 2:
+            raise UserError(
+                f"the head size {self.head_size} (model.head_dim, or d_model/n_head = {self.d_model}/{self.n_head}) is "
+                "odd; rotary positions turn pairs of channels, so choose an even one."
+            )
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"model.dropout is {self.dropout}; it must be in [0, 1).")
+        if self.ffn_mult <= 0:
+            raise UserError(f"model.ffn_mult is {self.ffn_mult}; it must be positive.")
+
+    @property
+    def head_size(self) -> int:
+        """Channels per head."""
+        return self.head_dim or self.d_model // self.n_head
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads."""
+        return self.n_kv_head or self.n_head
+
+
+class Cache:
+    """One key-value cache per layer."""
+
+    def __init__(self, layers: list[KeyValueCache]) -> None:
+        self.layers = layers
+
+    @property
+    def length(self) -> int:
+        """Tokens already in it."""
+        return self.layers[0].length
+
+
+class GPT(nn.Module):
+    """A decoder-only language model; `mixer` makes the attention half of every block from its MixerShape."""
+
+    def __init__(self, config: GPTConfig, mixer: Callable[[MixerShape], Mixer]) -> None:
+        super().__init__()
+        self.config = c = config
+        self.embedding = nn.Embedding(c.vocab_size, c.d_model)
+        nn.init.normal_(self.embedding.weight, std=INIT_STD)
+        self.dropout = nn.Dropout(c.dropout)
+        self.blocks = nn.ModuleList(self._block(layer, mixer) for layer in range(c.n_layer))
+        self.norm = RMSNorm(c.d_model, c.norm_eps)
+        self.head = linear(c.d_model, c.vocab_size)
+        if c.tie_embeddings:
+            self.head.weight = self.embedding.weight
+
+    def _block(self, layer: int, mixer: Callable[[MixerShape], Mixer]) -> Block:
+        c = self.config
+        shape = MixerShape(
+            d_model=c.d_model,
+            n_head=c.n_head,
+            n_kv_head=c.kv_heads,
+            head_dim=c.head_size,
+            layer=layer,
+            n_layer=c.n_layer,
+            context=c.context,
+            dropout=c.dropout,
+            norm_eps=c.norm_eps,
+            rope_base=c.rope_base,
+        )
+        feed_forward = build_feed_forward(c.ffn, c.d_model, c.ffn_mult, c.n_layer)
+        return Block(mixer(shape), feed_forward, c.d_model, c.dropout, c.norm_eps)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        documents: Tensor | None = None,
+        cache: Cache | None = None,
+        record: list[Record] | None = None,
+    ) -> Tensor:
+        """Logits (B, T, V) of the next token; with `record`, a dict of intermediates per layer is appended to it."""
+        return self.head(self.hidden(tokens, documents=documents, cache=cache, record=record))
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        *,
+        documents: Tensor | None = None,
+        cache: Cache | None = None,
+        record: list[Record] | None = None,
+    ) -> Tensor:
+        """The final normalised states (B, T, d)."""
+        if documents is not None and cache is not None:
+            raise ValueError("documents and cache exclude each other: a cache holds one running text per row")
+        rotary = self._rotary(tokens, documents, cache)
+        x = self.dropout(self.embedding(tokens))
+        for layer, block in enumerate(self.blocks):
+            kept = {} if record is not None else None
+            if self.config.checkpointing and self.training and kept is None:
+                x = checkpoint(block, x, rotary=rotary, documents=documents, use_reentrant=False)
+            else:
+                layer_cache = cache.layers[layer] if cache is not None else None
+                x = block(x, rotary=rotary, documents=documents, cache=layer_cache, record=kept)
+            if record is not None:
+                record.append(kept)
+        return self.norm(x)
+
+    def _rotary(self, tokens: Tensor, documents: Tensor | None, cache: Cache | None) -> Rotary:
+        start = cache.length if cache is not None else 0
+        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        if documents is not None:
+            positions = document_positions(documents)
+        # Tables are in the weights' precision, but never below fp32 (float64 only in gradient checks).
+        dtype = torch.promote_types(self.embedding.weight.dtype, torch.float32)
+        return rotary_tables(positions, self.blocks[0].mixer.rotary_dim, self.config.rope_base, dtype=dtype)
+
+    def loss(
+        self, tokens: Tensor, targets: Tensor, *, documents: Tensor | None = None, reduction: str = "mean"
+    ) -> Tensor:
+        """Cross-entropy in nats over targets that are not -100; reduction mean, sum or none (B, T)."""
+        logits = self.head(self.hidden(tokens, documents=documents)).float()
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction=reduction)
+        return loss.view_as(targets) if reduction == "none" else loss
+
+    def new_cache(self, batch: int, length: int) -> Cache:
+        """An empty key-value cache for `length` tokens per row."""
+        weight = self.embedding.weight
+        return Cache([block.mixer.new_cache(batch, length, weight.device, weight.dtype) for block in self.blocks])
+
+    def flops_per_token(self, context: int | None = None) -> int:
+        """Training FLOPs per token: 3 x forward (backward costs two forwards), attention counted causally."""
+        context = context or self.config.context
+        forward = 2 * self.head.weight.numel()
+        for block in self.blocks:
+            forward += block.mixer.flops_per_token(context)
+            forward += 2 * sum(p.numel() for p in block.feed_forward.parameters() if p.dim() > 1)
+        return 3 * forward
+
+    def parameter_count(self) -> int:
+        """Trainable and frozen parameters; tied embeddings are counted once."""
+        return sum(p.numel() for p in self.parameters())
+
+
+def document_positions(documents: Tensor) -> Tensor:
+    """Position of each token inside its document (B, T), from ids that are constant along each document."""
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    first = torch.ones_like(documents, dtype=torch.bool)
+    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return index - torch.where(first, index, 0).cummax(dim=1).values
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
