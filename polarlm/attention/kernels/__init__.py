@@ -1,0 +1,95 @@
+"""Robust attention: one function, several backends that give the same numbers.
+
+`reference` writes the mathematics down; every other backend is tested against it on outputs and gradients.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from polarlm.errors import UserError
+
+from .noise import AttentionOutput, DirectionalNoise, RadialNoise
+from .reference import reference_attention
+
+__all__ = ["BACKENDS", "KERNELS", "AttentionOutput", "DirectionalNoise", "RadialNoise", "robust_attention"]
+
+BACKENDS = ("auto", "reference", "streaming", "triton")
+KERNELS = ("student", "exponential", "gaussian")
+RADIAL_MODES = ("off", "own", "shared")
+
+
+def robust_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    magnitude: Tensor | None,
+    noise: DirectionalNoise,
+    *,
+    kernel: str,
+    decay_keys: bool = False,
+    decay_values: bool = False,
+    radial: RadialNoise | None = None,
+    radial_mode: str = "off",
+    documents: Tensor | None = None,
+    backend: str = "auto",
+    dropout: float = 0.0,
+    return_weights: bool = False,
+) -> AttentionOutput:
+    """Causal robust attention of q (B,H,T,Dh) over k, v (B,G,S,Dh) and magnitude (B,S); queries are the last T of S.
+
+    Scores are formed in fp32 (fp64 for fp64 inputs) also under autocast. `documents` (B,S) holds document ids that
+    attention must not cross. `dropout` acts on the weights and leaves the log-evidence alone.
+    """
+    _check(q, k, v, magnitude, noise, kernel, radial, radial_mode, documents, backend)
+    with torch.autocast(q.device.type, enabled=False):
+        return reference_attention(
+            q,
+            k,
+            v,
+            magnitude,
+            noise,
+            kernel=kernel,
+            decay_keys=decay_keys,
+            decay_values=decay_values,
+            radial=radial,
+            radial_mode=radial_mode,
+            documents=documents,
+            dropout=dropout,
+            return_weights=return_weights,
+        )
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    magnitude: Tensor | None,
+    noise: DirectionalNoise,
+    kernel: str,
+    radial: RadialNoise | None,
+    radial_mode: str,
+    documents: Tensor | None,
+    backend: str,
+) -> None:
+    for key, value, allowed in (
+        ("kernel", kernel, KERNELS),
+        ("radial", radial_mode, RADIAL_MODES),
+        ("backend", backend, BACKENDS),
+    ):
+        if value not in allowed:
+            raise UserError(f"block.{key} is {value!r}; it must be one of {', '.join(allowed)}.")
+    if kernel == "student" and noise.nu is None:
+        raise UserError("block.kernel=student needs nu_t; set block.nu_t or choose another kernel.")
+    if kernel == "exponential" and noise.tau is None:
+        raise UserError("block.kernel=exponential needs tau; set block.tau or choose another kernel.")
+    if radial_mode != "off" and (radial is None or magnitude is None):
+        raise ValueError(f"radial_mode={radial_mode!r} needs both the radial noise and the magnitude.")
+    if q.shape[1] % k.shape[1] or k.shape != v.shape or q.shape[2] > k.shape[2] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"q {tuple(q.shape)} must be (B,H,T,Dh), k {tuple(k.shape)} and v {tuple(v.shape)} both (B,G,S,Dh) "
+            "with G dividing H and T ≤ S."
+        )
+    if documents is not None and documents.shape != (k.shape[0], k.shape[2]):
+        raise ValueError(f"documents {tuple(documents.shape)} must be (B,S) = {(k.shape[0], k.shape[2])}.")
