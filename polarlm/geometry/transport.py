@@ -3,9 +3,9 @@
 Layout. A real vector of even size D holds D/2 complex modes in two halves: mode k is x[k] + i*x[k + D/2]
 (the Llama / transformers convention, so copied weights agree).
 
-Sign. `rotate` multiplies mode k by exp(+i*w_k*t), as RoPE does; the paper's stationary frame uses exp(-i*w_k*t).
-The two are the same model: flipping the sign of w_k conjugates mode k of q, k and v, and no inner product notices
-(test T3). Hence a pair (i, j) transports with exp(-i*w_k*(t_i - t_j)) here.
+Sign. The paper moves a state by exp(+i*w_k*lag) and brings observations into the stationary frame with exp(-i*w_k*t).
+RoPE brings them there with exp(+i*w_k*t), which is `rotate`: the same model with every w_k negated. Flipping the sign
+of w_k only conjugates mode k of q, k and v, and no inner product notices (test T3).
 """
 
 from __future__ import annotations
@@ -58,15 +58,19 @@ def rotate_aggregate_counter_rotate(weights: Tensor, values: Tensor, cos: Tensor
     return rotate(weights @ rotate(values, cos, sin), cos, sin, inverse=True)
 
 
-def transport_pairwise(x: Tensor, positions: Tensor, frequencies: Tensor, mu: float | Tensor = 0.0) -> Tensor:
-    """Every x_j (..., T, dim) carried to every time t_i: (..., T, T, dim), entry [i, j] = exp(-mu*lag) Phi(lag) x_j.
+def transport(x: Tensor, lag: Tensor, frequencies: Tensor, mu: float | Tensor = 0.0) -> Tensor:
+    """The flow over a time lag, exp(-mu*lag) Phi(lag) x with the paper's Phi(lag) = exp(+i*w*lag) (Eq. 6 and 8)."""
+    cos, sin = phase_tables(lag, frequencies)
+    return rotate(x, cos, sin) * torch.exp(-mu * lag).unsqueeze(-1)
 
-    Quadratic in T: the definition the fast path is tested against, and what the RT filter uses on short sequences.
+
+def transport_pairwise(x: Tensor, positions: Tensor, frequencies: Tensor, mu: float | Tensor = 0.0) -> Tensor:
+    """Every x_j (T, dim) carried to every time t_i: (T, T, dim), entry [i, j] = exp(-mu*lag) Phi(lag) x_j.
+
+    Quadratic in T: the definition that rotate-aggregate-counter-rotate is tested against.
     """
     lag = positions.unsqueeze(-1) - positions.unsqueeze(-2)  # (T, T): t_i - t_j
-    cos, sin = phase_tables(lag, frequencies)
-    moved = rotate(x.unsqueeze(-3), cos, sin, inverse=True)
-    return moved * torch.exp(-mu * lag).unsqueeze(-1)
+    return transport(x.unsqueeze(-3), lag, frequencies, mu)
 
 
 def to_complex(x: Tensor) -> Tensor:
