@@ -1,0 +1,131 @@
+"""Cross-entropy of a linear output layer without ever holding all logits: memory O(chunk·V) instead of O(B·T·V)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+IGNORED = -100  # a target that does not count
+# Logits of one chunk: small enough to stay near the caches, large enough for the matrix products to run at full speed.
+CHUNK_LOGITS = 2**22
+SMALLEST_CHUNK = 512
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def chunked_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str = "mean", chunk: int | None = None
+) -> Tensor:
+    """Cross-entropy of the logits hidden (…,d) @ weight (V,d)ᵀ against targets (…); targets of −100 do not count.
+
+    `mean` divides by the number of targets that count; `none` has the shape of `targets` with 0 where nothing counts.
+    The soft-max statistics are fp32 whatever the products are formed in. `chunk` is in tokens.
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction is {reduction!r}; it must be one of {', '.join(REDUCTIONS)}.")
+    chunk = chunk or max(SMALLEST_CHUNK, CHUNK_LOGITS // weight.shape[0])
+    rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    if reduction == "none":
+        return _PerToken.apply(rows, weight, flat, chunk).view(targets.shape)
+    total = _Total.apply(rows, weight, flat, chunk)
+    if reduction == "sum":
+        return total
+    return total / (flat != IGNORED).sum().clamp_min(1)
+
+
+def _product_dtype(hidden: Tensor) -> torch.dtype:
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
+def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    statistics = torch.promote_types(hidden.dtype, torch.float32)
+    return (hidden @ weight.t()).to(statistics)
+
+
+def _to_logit_gradient(logits: Tensor, lse: Tensor, targets: Tensor, scale: Tensor | None) -> Tensor:
+    """Overwrite logits with ∂(Σ scale·loss)/∂logits = scale·(soft-max − one-hot), zero where the target is ignored."""
+    counted = targets != IGNORED
+    logits.sub_(lse[:, None]).exp_()
+    one_hot = counted.to(logits.dtype)
+    logits.scatter_add_(1, targets.clamp_min(0)[:, None], -one_hot[:, None])
+    return logits.mul_((one_hot if scale is None else one_hot * scale)[:, None])
+
+
+def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    lse = logits.logsumexp(-1)
+    picked = logits.gather(1, targets.clamp_min(0)[:, None])[:, 0]
+    return torch.where(targets == IGNORED, 0.0, lse - picked), lse
+
+
+class _Total(torch.autograd.Function):
+    """Summed loss; the gradients are formed while a chunk's logits are at hand, so nothing is computed twice."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+        dtype = _product_dtype(hidden)
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        d_hidden = torch.empty_like(hidden) if need_hidden else None
+        d_weight = torch.zeros_like(weight) if need_weight else None
+        total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
+        with torch.autocast(hidden.device.type, enabled=False):
+            w = weight.to(dtype)
+            for start in range(0, hidden.shape[0], chunk):
+                rows = slice(start, start + chunk)
+                x = hidden[rows].to(dtype)
+                logits = _logits(x, w)
+                losses, lse = _losses(logits, targets[rows])
+                total += losses.sum()
+                if not (need_hidden or need_weight):
+                    continue
+                d_logits = _to_logit_gradient(logits, lse, targets[rows], None).to(dtype)
+                if need_hidden:
+                    d_hidden[rows] = d_logits @ w
+                if need_weight:
+                    _add_product(d_weight, d_logits, x)
+        ctx.save_for_backward(d_hidden, d_weight)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        d_hidden, d_weight = (None if g is None else g * gradient.to(g.dtype) for g in ctx.saved_tensors)
+        return d_hidden, d_weight, None, None
+
+
+class _PerToken(torch.autograd.Function):
+    """One loss per token; the backward pass, where the tokens' own gradients arrive, forms the logits again."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+        ctx.chunk, ctx.dtype = chunk, _product_dtype(hidden)
+        with torch.autocast(hidden.device.type, enabled=False):
+            w = weight.to(ctx.dtype)
+            parts = [_losses(_logits(x.to(ctx.dtype), w), y) for x, y in zip(hidden.split(chunk), targets.split(chunk))]
+        losses, lse = (torch.cat(part) for part in zip(*parts))
+        ctx.save_for_backward(hidden, weight, targets, lse)
+        return losses
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        hidden, weight, targets, lse = ctx.saved_tensors
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        d_hidden = torch.empty_like(hidden) if need_hidden else None
+        d_weight = torch.zeros_like(weight) if need_weight else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            w = weight.to(ctx.dtype)
+            for start in range(0, hidden.shape[0], ctx.chunk):
+                rows = slice(start, start + ctx.chunk)
+                x = hidden[rows].to(ctx.dtype)
+                d_logits = _to_logit_gradient(_logits(x, w), lse[rows], targets[rows], gradient[rows]).to(ctx.dtype)
+                if need_hidden:
+                    d_hidden[rows] = d_logits @ w
+                if need_weight:
+                    _add_product(d_weight, d_logits, x)
+        return d_hidden, d_weight, None, None
+
+
+def _add_product(total: Tensor, d_logits: Tensor, x: Tensor) -> None:
+    """total += d_logitsᵀ x, without a temporary of the weight's size where the dtypes allow it."""
+    if total.dtype == x.dtype:
+        total.addmm_(d_logits.t(), x)
+    else:
+        total += d_logits.t() @ x

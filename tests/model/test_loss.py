@@ -1,0 +1,83 @@
+"""The chunked loss equals F.cross_entropy in value and gradients, and never holds all logits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from polarlm.model.loss import chunked_cross_entropy
+
+
+def _inputs(tokens: int = 37, d: int = 16, vocab: int = 61, dtype=torch.float64):
+    hidden = torch.randn(1, tokens, d, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocab, d, dtype=dtype, requires_grad=True)
+    targets = torch.randint(vocab, (1, tokens))
+    targets[0, ::5] = -100
+    return hidden, weight, targets
+
+
+def _plain(hidden, weight, targets, reduction):
+    loss = F.cross_entropy((hidden @ weight.t()).flatten(0, 1), targets.flatten(), reduction=reduction)
+    return loss.view_as(targets) if reduction == "none" else loss
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("chunk", [1, 8, 37, 1000])
+def test_value_and_gradients_equal_cross_entropy(reduction, chunk):
+    hidden, weight, targets = _inputs()
+    ours = chunked_cross_entropy(hidden, weight, targets, reduction, chunk)
+    plain = _plain(hidden, weight, targets, reduction)
+    torch.testing.assert_close(ours, plain)
+    upstream = torch.randn_like(plain)
+    for a, b in zip(
+        torch.autograd.grad(ours, (hidden, weight), upstream), torch.autograd.grad(plain, (hidden, weight), upstream)
+    ):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_everything_ignored_gives_zero_loss_and_zero_gradient(reduction):
+    hidden, weight, targets = _inputs()
+    loss = chunked_cross_entropy(hidden, weight, torch.full_like(targets, -100), reduction, 8)
+    loss.backward()
+    assert loss.item() == 0 and hidden.grad.abs().max() == 0 and weight.grad.abs().max() == 0
+
+
+def test_frozen_weight_gets_no_gradient():
+    hidden, weight, targets = _inputs()
+    chunked_cross_entropy(hidden, weight.detach(), targets, chunk=8).backward()
+    assert hidden.grad is not None and weight.grad is None
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_statistics_stay_fp32_under_autocast(reduction):
+    hidden, weight, targets = _inputs(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = chunked_cross_entropy(hidden, weight, targets, reduction, 8)
+    assert loss.dtype == torch.float32
+    exact = _plain(hidden, weight, targets, reduction)
+    torch.testing.assert_close(loss, exact, rtol=0.02, atol=0.05)
+    upstream = torch.ones_like(loss)
+    for a, b in zip(
+        torch.autograd.grad(loss, (hidden, weight), upstream), torch.autograd.grad(exact, (hidden, weight), upstream)
+    ):
+        assert a.dtype == torch.float32
+        assert (a - b).norm() < 0.03 * b.norm()
+
+
+def test_no_tensor_of_all_logits_is_ever_made():
+    tokens, vocab, chunk = 256, 512, 16
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                largest = max(largest, out.numel())
+            return out
+
+    hidden, weight, targets = _inputs(tokens, 4, vocab, torch.float32)
+    with Watch():
+        chunked_cross_entropy(hidden, weight, targets, chunk=chunk).backward()
+        chunked_cross_entropy(hidden, weight, targets, "none", chunk).sum().backward()
+    assert largest <= chunk * vocab
