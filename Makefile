@@ -1,0 +1,47 @@
+# The two commands: make train, make test. `make help` lists the rest.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+ARGS   ?=
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint bench dashboard clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+# A stamp per environment: nothing is installed again until the requirements change.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "polarlm needs Python 3.10 or newer; set PYTHON=…"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	@touch $@ $(VENV)/.installed
+
+train: $(VENV)/.installed  ## train the default model (make train ARGS="block=polar model=tiny")
+	@$(BIN)/python train.py $(ARGS)
+
+test: $(VENV)/.installed-dev  ## run the whole test suite (make test ARGS="-m 'not slow'")
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev  ## ruff, mypy on polarlm/, and the import direction
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.installed-dev  ## measure speed and memory as ratios within one run
+	@$(BIN)/python -m benchmarks.run $(ARGS)
+
+dashboard: $(VENV)/.installed  ## compare all runs in one page: report.html
+	@$(BIN)/python -m polarlm compare runs/* --out report.html $(ARGS)
+
+clean:  ## remove caches and built files; runs/ and data/cache/ stay
+	rm -rf build dist *.egg-info .ruff_cache .mypy_cache .hypothesis .import_linter_cache artifacts
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,3 @@
+from polarlm.cli import main
+
+raise SystemExit(main())

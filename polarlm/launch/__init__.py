@@ -1,0 +1,1 @@
+"""Jobs: what train.py, eval.py and the sweeps run. The only room that may use every other one."""

@@ -1,0 +1,40 @@
+"""The table at the end of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from polarlm.training.progress import clock, short
+
+
+def final_table(summary: dict[str, Any], folder: Path, sample: str | None) -> str:
+    """Plain text: what was reached, against what, how fast, where it lies, and how the model writes."""
+    rows = [("", "loss", "perplexity", "bits per byte")]
+    for split in ("val", "test"):
+        if f"{split}/loss" in summary:
+            rows.append(
+                (
+                    {"val": "validation", "test": "test"}[split],
+                    f"{summary[f'{split}/loss']:.4f}",
+                    f"{summary[f'{split}/perplexity']:.2f}",
+                    f"{summary[f'{split}/bits_per_byte']:.4f}",
+                )
+            )
+    for name, found in (summary.get("baselines") or {}).items():
+        rows.append((f"{name} baseline", f"{found['loss']:.4f}", f"{found['perplexity']:.2f}", f"{found['bits_per_byte']:.4f}"))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    lines = [f"  {row[0]:<{widths[0]}}  " + "  ".join(f"{cell:>{w}}" for cell, w in zip(row[1:], widths[1:])) for row in rows]
+    mfu = summary.get("mfu")
+    facts = [
+        ("block", str(summary["block"])),
+        ("parameters", f"{summary['parameters']:,}"),
+        ("tokens", f"{summary['tokens']:,} in {clock(summary['seconds'])} ({short(summary['tokens_per_second'])} tokens/s)"),
+        ("compute", f"{short(summary['flops_per_token'])}FLOPs per token, {'n/a' if mfu is None else f'{100 * mfu:.0f} %'} of the hardware's peak"),
+        ("run folder", str(folder)),
+        ("pictures", ", ".join(str(p) for p in sorted(folder.glob("*.png"))) or "none"),
+    ]
+    lines += ["", *(f"  {name:<10}  {value}" for name, value in facts)]
+    if sample:
+        lines += ["", "  sample", *(f"    {line}" for line in sample.splitlines())]
+    return "\n".join(lines)

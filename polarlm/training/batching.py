@@ -1,0 +1,45 @@
+"""A batch size in tokens that stays the same whatever the micro-batch and the device count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from polarlm.errors import UserError
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How one optimiser step is cut: micro × accumulate × processes sequences of `context` tokens."""
+
+    context: int
+    micro: int
+    accumulate: int
+    processes: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per optimiser step."""
+        return self.context * self.micro * self.accumulate * self.processes
+
+
+def plan_batches(batch_tokens: int, context: int, processes: int, micro_batch_tokens: int) -> BatchPlan:
+    """Cut `batch_tokens` into the fewest micro-batches that fit `micro_batch_tokens` on each process."""
+    if batch_tokens % (context * processes):
+        step = context * processes
+        nearest = max(1, round(batch_tokens / step)) * step
+        raise UserError(
+            f"trainer.batch_tokens={batch_tokens} is not a multiple of context × processes = {context} × {processes}; "
+            f"the nearest that is: {nearest}"
+        )
+    sequences = batch_tokens // context // processes
+    fitting = [m for m in range(1, sequences + 1) if sequences % m == 0 and m * context <= max(micro_batch_tokens, context)]
+    micro = max(fitting)
+    return BatchPlan(context, micro, sequences // micro, processes)
+
+
+def total_steps(max_steps: int | None, max_tokens: float | None, batch_tokens: int) -> int:
+    """The number of optimiser steps that trainer.max_tokens (which wins) or trainer.max_steps ask for."""
+    steps = -(-int(max_tokens) // batch_tokens) if max_tokens is not None else max_steps
+    if steps is None or steps < 1:
+        raise UserError(f"The run would have {steps} steps; set trainer.max_steps (or trainer.max_tokens) to at least 1")
+    return int(steps)

@@ -1,0 +1,201 @@
+"""What happens around a step: seeding, validation, the one metrics row, the checkpoint; in this order.
+
+Validation runs here and not in Lightning's loop because Lightning saves a step's checkpoint *before* that step's
+validation: a kill in between would lose the point for ever. Here the row is on disk before the checkpoint is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
+from lightning.pytorch.utilities import rank_zero_only
+
+from polarlm.training.validation import evaluate
+
+
+class StepSeed(pl.Callback):
+    """Random numbers (dropout) are a function of (seed, step, micro-batch, rank): a resumed run draws the same ones."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_index: int) -> None:
+        micro = batch_index % trainer.accumulate_grad_batches
+        torch.manual_seed((((self.seed * 1_000_003 + trainer.global_step) * 1009) + trainer.global_rank) * 1009 + micro)
+
+
+class JsonLines(Logger):
+    """metrics.jsonl: one object per logging step, append-only; the truth that every other sink copies."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    name = "metrics"  # type: ignore[assignment]
+    version = ""
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Path:
+        return self.path
+
+    @rank_zero_only
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """The configuration is in config.yaml."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Append one row; numbers that JSON does not know (nan, inf) are written as null."""
+        row = {k: (None if isinstance(v, float) and not math.isfinite(v) else v) for k, v in metrics.items()}
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    @rank_zero_only
+    def rewind(self, step: int) -> None:
+        """Drop the rows after `step` (written after the checkpoint we continue from) and a torn last line."""
+        if not self.path.exists():
+            return
+        kept = []
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if row["step"] <= step:
+                kept.append(line)
+        beside = self.path.with_name(".metrics.jsonl.tmp")
+        beside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        os.replace(beside, self.path)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows written so far."""
+        return [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()] if self.path.exists() else []
+
+
+class Recorder(pl.Callback):
+    """Collects what the other callbacks found at a step and writes it as one row to every logger."""
+
+    def __init__(self, *, batch_tokens: int, flops_per_token: int, log_every: int) -> None:
+        self.batch_tokens, self.flops_per_token, self.log_every = batch_tokens, flops_per_token, log_every
+        self.row: dict[str, Any] = {}
+        self.last: dict[str, Any] = {}  # the newest value of every metric, for the progress bar
+        self.seconds = 0.0  # training time of earlier processes of this run
+        self.paused = 0.0  # time of this process spent in validation and diagnostics
+        self.grad_norm: torch.Tensor | None = None
+        self._step = self._window_step = 0
+        self._start = self._window_start = time.perf_counter()
+
+    def is_log_step(self, trainer: pl.Trainer, step: int) -> bool:
+        return step % self.log_every == 0 or step == trainer.max_steps or step == 1
+
+    def elapsed(self) -> float:
+        """Seconds of training so far, earlier processes included, validation and diagnostics included."""
+        return self.seconds + time.perf_counter() - self._start
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        for logger in trainer.loggers:
+            if isinstance(logger, JsonLines):
+                logger.rewind(trainer.global_step)
+        self._step = self._window_step = trainer.global_step
+        self._start = self._window_start = time.perf_counter()
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
+        if self.is_log_step(trainer, trainer.global_step + 1):
+            gradients = [p.grad for p in module.parameters() if p.grad is not None]
+            self.grad_norm = torch.nn.utils.get_total_norm(gradients)
+
+    def stepped(self, trainer: pl.Trainer) -> bool:
+        """Whether the micro-batch that just ended completed an optimiser step."""
+        return trainer.global_step != self._step
+
+    def pause(self, seconds: float) -> None:
+        """Keep validation and diagnostics out of tokens/s."""
+        self.paused += seconds
+        self._window_start += seconds
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_index: int) -> None:
+        step = trainer.global_step
+        if not self.stepped(trainer):
+            return
+        self._step = step
+        loss, module.step_loss = module.step_loss, None
+        if self.is_log_step(trainer, step):
+            loss = trainer.strategy.reduce(loss / trainer.accumulate_grad_batches, reduce_op="mean").item()
+            now = time.perf_counter()
+            speed = (step - self._window_step) * self.batch_tokens / max(1e-9, now - self._window_start)
+            self._window_step, self._window_start = step, now
+            self.row |= {
+                "train/loss": loss,
+                "train/lr": trainer.optimizers[0].param_groups[0]["lr"],
+                "train/grad_norm": float(self.grad_norm) if self.grad_norm is not None else None,
+                "tokens_per_second": speed,
+            }
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"The training loss became {loss} at step {step}; a lower optim.lr may help")
+        if self.row:
+            self.write(trainer, step)
+
+    def write(self, trainer: pl.Trainer, step: int) -> None:
+        """Write the collected row."""
+        tokens = step * self.batch_tokens
+        row = {"step": step, "tokens": tokens, "seconds": round(self.elapsed(), 3), "flops": tokens * self.flops_per_token}
+        row |= self.row
+        self.last |= row
+        for logger in trainer.loggers:
+            logger.log_metrics(row, step=step)
+        self.row = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seconds": self.elapsed()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.seconds = state_dict["seconds"]
+
+
+class Validation(pl.Callback):
+    """Every `every` steps on part of the validation split; at the last step on every evaluation split, whole."""
+
+    def __init__(self, recorder: Recorder, *, every: int, on_progress: Callable[[str, int, int], None] | None = None) -> None:
+        self.recorder, self.every, self.on_progress = recorder, every, on_progress
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_index: int) -> None:
+        step = trainer.global_step
+        if not self.recorder.stepped(trainer):
+            return
+        if step == trainer.max_steps:
+            for split in trainer.datamodule.evaluation_splits():  # type: ignore[attr-defined]
+                self._run(trainer, module, split, whole=True)
+        elif self.every and step % self.every == 0:
+            self._run(trainer, module, "val", whole=False)
+
+    def _run(self, trainer: Any, module: Any, split: str, *, whole: bool) -> None:
+        began = time.perf_counter()
+        loader = trainer.datamodule.evaluation_loader(split, whole=whole)
+        done, total = 0, len(loader)
+
+        def on_batch() -> None:
+            nonlocal done
+            done += 1
+            if self.on_progress:
+                self.on_progress(split, done, total)
+
+        found = evaluate(
+            module.model,
+            loader,
+            bytes_per_token=trainer.datamodule.bytes_per_token(split),
+            device=module.device,
+            precision=trainer.strategy.precision_plugin.forward_context(),
+            reduce=lambda totals: trainer.strategy.reduce(totals, reduce_op="sum"),
+            on_batch=on_batch,
+        )
+        self.recorder.row |= {f"{split}/{key}": found[key] for key in ("loss", "perplexity", "bits_per_byte")}
+        self.recorder.pause(time.perf_counter() - began)

@@ -1,0 +1,106 @@
+"""What a person sees while a model trains: one live bar in a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from lightning.pytorch.callbacks import ProgressBar
+
+from polarlm.training.callbacks import Recorder
+
+LINE_SECONDS = 5.0  # without a terminal: at most one line in this time
+
+
+def short(number: float) -> str:
+    """1234567 → '1.2M'."""
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.1f}{letter}"
+    return f"{number:.0f}"
+
+
+def clock(seconds: float) -> str:
+    """75 → '1:15'."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class Progress(ProgressBar):
+    """Step, tokens, loss, learning rate, tokens/s, time left; a second bar while validating."""
+
+    def __init__(self, recorder: Recorder, batch_tokens: int) -> None:
+        super().__init__()
+        self.recorder, self.batch_tokens = recorder, batch_tokens
+        self.live: Any = None
+        self.training: Any = None
+        self.validating: Any = None
+        self._start = self._line_at = 0.0
+        self._first_step = 0
+        self._val_seen: int | None = None
+
+    def disable(self) -> None:
+        self._enabled = False
+
+    def enable(self) -> None:
+        self._enabled = True
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self._start, self._first_step = time.perf_counter(), trainer.global_step
+        if trainer.global_rank == 0 and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.completed}/{task.total} {task.fields[text]}"))
+            self.live = Progress(*columns, console=Console(stderr=True))
+            self.training = self.live.add_task("train", total=trainer.max_steps, completed=trainer.global_step, text="")
+            self.live.start()
+
+    def _text(self, step: int, total: int) -> str:
+        last = self.recorder.last
+        trained = time.perf_counter() - self._start
+        left = trained / max(1, step - self._first_step) * (total - step)
+        parts = [f"{short(step * self.batch_tokens)} tokens"]
+        if "train/loss" in last:
+            parts += [f"loss {last['train/loss']:.3f}", f"lr {last['train/lr']:.1e}", f"{short(last['tokens_per_second'])} tok/s"]
+        if "val/loss" in last:
+            parts.append(f"val {last['val/loss']:.3f}")
+        return "  ".join([*parts, f"left {clock(left)}"])
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_index: int) -> None:
+        step, total = trainer.global_step, trainer.max_steps
+        if trainer.global_rank != 0 or (batch_index + 1) % trainer.accumulate_grad_batches:
+            return
+        if self.live:
+            if self.validating is not None:
+                self.live.remove_task(self.validating)
+                self.validating = None
+            self.live.update(self.training, completed=step, text=self._text(step, total))
+            return
+        now = time.perf_counter()
+        validated = self.recorder.last.get("val/loss")
+        news = validated != self._val_seen
+        if now - self._line_at >= LINE_SECONDS or news or step == total:
+            self._line_at, self._val_seen = now, validated
+            print(f"step {step}/{total}  {self._text(step, total)}", file=sys.stderr, flush=True)
+
+    def on_validation_progress(self, split: str, done: int, total: int) -> None:
+        """Called by the validation callback after each of its batches."""
+        if self.live:
+            if self.validating is None:
+                self.validating = self.live.add_task(split, total=total, text="")
+            self.live.update(self.validating, description=split, completed=done, total=total)
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        if self.live:
+            self.live.stop()
+            self.live = None
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        self.close()
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        self.close()

@@ -1,0 +1,27 @@
+"""What every test shares: fixed seeds, no network services, the real corpora's place."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = Path(os.environ.get("POLARLM_SHARED_DATA", ROOT.parent / "shared" / "data"))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The real corpora, or a clean skip where they are absent."""
+    if not SHARED.exists():
+        pytest.skip(f"no corpora at {SHARED} (set POLARLM_SHARED_DATA)")
+    return SHARED
