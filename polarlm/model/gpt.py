@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -15,9 +14,8 @@ from polarlm.errors import UserError
 from polarlm.geometry import rotary_tables
 from polarlm.model.block import Block
 from polarlm.model.feed_forward import build_feed_forward
+from polarlm.model.loss import chunked_cross_entropy
 from polarlm.model.norm import RMSNorm
-
-IGNORED = -100  # target that does not count
 
 
 @dataclass(frozen=True)
@@ -167,9 +165,8 @@ class GPT(nn.Module):
         self, tokens: Tensor, targets: Tensor, *, documents: Tensor | None = None, reduction: str = "mean"
     ) -> Tensor:
         """Cross-entropy in nats over targets that are not -100; reduction mean, sum or none (B, T)."""
-        logits = self.head(self.hidden(tokens, documents=documents)).float()
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction=reduction)
-        return loss.view_as(targets) if reduction == "none" else loss
+        hidden = self.hidden(tokens, documents=documents)
+        return chunked_cross_entropy(hidden, self.head.weight, targets, reduction)
 
     def new_cache(self, batch: int, length: int) -> Cache:
         """An empty key-value cache for `length` tokens per row."""
