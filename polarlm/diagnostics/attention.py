@@ -1,0 +1,75 @@
+"""Where attention looks: spread, sinks, the token itself, and whether the attended values agree with it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from polarlm.diagnostics.layer import TINY, Layer, correlation, cosine
+
+CONSENSUS_BOUND = 0.5  # above this the first-order theory (local consensus) does not describe a token
+
+
+def attention_values(layer: Layer) -> dict[str, Tensor]:
+    """Per-head numbers (H,) of one layer, without the leading `attention/`; means over all queries."""
+    a = layer.weights
+    tokens = a.shape[-1]
+    entropy = -torch.special.xlogy(a, a).sum(-1)  # nats
+    index = torch.arange(tokens, device=a.device)
+    seen = layer.visible.expand(a.shape[0], -1, -1)  # (B, T, T)
+    first = seen.to(a.dtype).argmax(-1)  # first visible token: 0, or the start of the document
+    largest = layer.magnitude[:, None, :].masked_fill(~seen, -torch.inf).argmax(-1)
+    lag = (index[:, None] - index).clamp_min(0).to(a.dtype)
+    epsilon = _consensus(layer)
+
+    values = {
+        "entropy": entropy,
+        "effective_tokens": entropy.exp(),
+        "mass_first": _mass_on(a, first),
+        "mass_self": a.diagonal(dim1=-2, dim2=-1),
+        "mass_largest": _mass_on(a, largest),
+        "mean_lag": (a * lag).sum(-1),
+        "self_similarity": cosine(layer.estimate, layer.values),
+        "consensus_epsilon": epsilon,
+        "consensus_broken": (epsilon > CONSENSUS_BOUND).to(a.dtype),
+    }
+    removed = layer.alpha * layer.estimate - layer.update
+    if bool(removed.any()):  # a block without projection hands on v̄ itself: nothing to report
+        kept = (layer.alpha * layer.estimate).square().sum(-1).clamp_min(TINY)
+        values["removed_share"] = removed.square().sum(-1) / kept
+    values = {name: value.nanmean((0, 2)) for name, value in values.items()}
+    # Does magnitude attract attention? Attention received per query that could see the token, against log m.
+    received = a.sum(-2) / seen.sum(-2).unsqueeze(1)
+    log_m = layer.magnitude.clamp_min(TINY).log().unsqueeze(1).expand_as(received)
+    flat = [x.transpose(0, 1).flatten(1) for x in (log_m, received)]  # (H, B·T)
+    values["magnitude_correlation"] = correlation(*flat)
+    return values
+
+
+def probe_lags(tokens: int) -> list[int]:
+    """Lags 0, 1, 2, 3, 4, 6, 8, 12, 16, … below the sequence length: dense near, sparse far."""
+    lags = {0, 1, 2, 3, tokens - 1} | {2**n for n in range(2, 30)} | {3 * 2**n for n in range(1, 29)}
+    return sorted(lag for lag in lags if 0 <= lag < tokens)
+
+
+def by_lag(pairs: Tensor, visible: Tensor, lags: list[int]) -> Tensor:
+    """Mean over queries and sequences of a quantity (B, H, T, T) at each lag -> (H, len(lags))."""
+    found = []
+    for lag in lags:
+        along, seen = pairs.diagonal(-lag, -2, -1), visible.diagonal(-lag, -2, -1).unsqueeze(1)  # (B, H, T - lag)
+        seen = seen.expand(along.shape[0], 1, -1)
+        found.append(torch.where(seen, along, 0.0).sum((0, 2)) / seen.sum((0, 2)))
+    return torch.stack(found, dim=-1)
+
+
+def _mass_on(a: Tensor, key: Tensor) -> Tensor:
+    # a (B, H, T, T), key (B, T) -> (B, H, T)
+    return a.gather(-1, key[:, None, :, None].expand(-1, a.shape[1], -1, 1)).squeeze(-1)
+
+
+def _consensus(layer: Layer) -> Tensor:
+    # ε_i = Σ_j A_ij ‖u_i − û_ij‖ (B, H, T), unit directions per head: ‖u − û‖² = 2 − 2 cos.
+    unit = layer.transported()
+    unit = unit / unit.norm(dim=-1, keepdim=True).clamp_min(TINY)
+    distance = (2 - 2 * unit @ unit.transpose(-1, -2)).clamp_min(0).sqrt()
+    return (layer.weights * distance).sum(-1)

@@ -1,0 +1,122 @@
+"""One layer as the probe sees it: the record a block filled, brought to the same shapes for every block.
+
+Shapes: B sequences, T tokens, H query heads, Dh head size, D = H·Dh latent size, d model size.
+Units: a vector's size is its root mean square, ‖x‖/√dim, so that it does not depend on how wide the model is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from polarlm.attention.mixer import Record, merge_heads, visible
+from polarlm.geometry import rotary_tables, rotate
+
+TINY = 1e-12
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one block did to one batch; everything in fp32 or better."""
+
+    before: Tensor  # (B, T, d) residual stream z
+    middle: Tensor  # (B, T, d) z after attention
+    after: Tensor  # (B, T, d) z after the feed-forward
+    values: Tensor  # (B, H, T, Dh) v as the block averages it: the direction alone where it splits off a magnitude
+    magnitude: Tensor  # (B, T) m: the block's own, else the size of v over all heads
+    estimate: Tensor  # (B, H, T, Dh) v̄ = Σ A v, back in the token's own frame
+    update: Tensor  # (B, H, T, Dh) the directional step that enters W_o
+    weights: Tensor  # (B, H, T, T) attention A
+    log_evidence: Tensor  # (B, H, T)
+    visible: Tensor  # (B or 1, T, T) which keys a query may see
+    rotary: tuple[Tensor, Tensor] | None  # tables that transport values; None when the block does not
+    parameters: dict[str, Tensor]  # the filter's scalars, () or (H,)
+    record: Record  # the rest, as the block gave it
+
+    @cached_property
+    def direction(self) -> Tensor:
+        """V (B, T, D): the latent state at size 1, ‖V‖ = √D over all heads."""
+        joined = merge_heads(self.values)
+        return joined / root_mean_square(joined).clamp_min(TINY).unsqueeze(-1)
+
+    @cached_property
+    def state(self) -> Tensor:
+        """x = m·V (B, T, D): the latent state that the update moves."""
+        return self.magnitude.unsqueeze(-1) * self.direction
+
+    @property
+    def alpha(self) -> Tensor:
+        """Step size, shaped to multiply (B, H, T, Dh); 1 where a block has none."""
+        return self.parameters.get("alpha", torch.ones((), device=self.values.device)).reshape(-1, 1, 1)
+
+    def transported(self) -> Tensor:
+        """The values as the others see them: turned into the common frame when the block rotates values."""
+        return self.values if self.rotary is None else rotate(self.values, *self.rotary)
+
+
+def read_layer(record: Record, *, rotates_values: bool, rope_base: float, documents: Tensor | None) -> Layer:
+    """Bring a block's record to common shapes: grouped heads repeated, fp32, names of the paper."""
+    estimate, values = wide(record["v_bar"]), wide(record["v"])
+    values = values.repeat_interleave(estimate.shape[1] // values.shape[1], dim=1)
+    tokens = estimate.shape[2]
+    positions = torch.arange(tokens, device=values.device)  # inside a document only differences matter
+    mask = visible(tokens, tokens, documents, values.device)
+    magnitude = record["magnitude"] if "magnitude" in record else root_mean_square(merge_heads(values))
+    return Layer(
+        before=wide(record["residual_in"]),
+        middle=wide(record["residual_mid"]),
+        after=wide(record["residual_out"]),
+        values=values,
+        magnitude=wide(magnitude),
+        estimate=estimate,
+        update=wide(record["update"]),
+        weights=wide(record["weights"]),
+        log_evidence=wide(record["log_evidence"]),
+        visible=mask[None] if mask.dim() == 2 else mask[:, 0],
+        rotary=rotary_tables(positions, values.shape[-1], rope_base, dtype=values.dtype) if rotates_values else None,
+        parameters={ALIASES.get(name, name): wide(value) for name, value in record.get("params", {}).items()},
+        record=record,
+    )
+
+
+# RFA's scalars are those of the paper's directional channel; one name each lays the blocks side by side.
+ALIASES = {"nu": "nu_t", "eta_q": "eta_tq", "eta_k": "eta_tk", "sigma_0": "sigma_t0"}
+
+
+def wide(x: Tensor) -> Tensor:
+    """At least fp32: statistics of bf16 tensors must not add rounding of their own."""
+    return x.detach().to(torch.promote_types(x.dtype, torch.float32))
+
+
+def root_mean_square(x: Tensor) -> Tensor:
+    """‖x‖/√dim over the last axis."""
+    return x.square().mean(-1).sqrt()
+
+
+def cosine(a: Tensor, b: Tensor) -> Tensor:
+    """cos∠(a, b) over the last axis; NaN where one of them is zero and has no direction."""
+    size = a.norm(dim=-1) * b.norm(dim=-1)
+    return torch.where(size > TINY, (a * b).sum(-1) / size.clamp_min(TINY), torch.nan)
+
+
+def angle(a: Tensor, b: Tensor) -> Tensor:
+    """∠(a, b) in radians, accurate for small angles where arccos is not (Kahan)."""
+    a, b = a / a.norm(dim=-1, keepdim=True).clamp_min(TINY), b / b.norm(dim=-1, keepdim=True).clamp_min(TINY)
+    return 2 * torch.atan2((a - b).norm(dim=-1), (a + b).norm(dim=-1))
+
+
+def correlation(x: Tensor, y: Tensor) -> Tensor:
+    """Pearson correlation over the last axis; NaN when one of them does not vary."""
+    x, y = x - x.mean(-1, keepdim=True), y - y.mean(-1, keepdim=True)
+    size = x.norm(dim=-1) * y.norm(dim=-1)
+    return torch.where(size > TINY, (x * y).sum(-1) / size.clamp_min(TINY), torch.nan)
+
+
+def fit(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Slope and R² of the least-squares line y = a + slope·x over the last axis."""
+    centred = x - x.mean(-1, keepdim=True)
+    slope = (centred * (y - y.mean(-1, keepdim=True))).sum(-1) / centred.square().sum(-1).clamp_min(TINY)
+    return slope, correlation(x, y).square()

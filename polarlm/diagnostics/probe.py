@@ -1,0 +1,176 @@
+"""The probe: run the model once on fixed sequences, eagerly, and say what happened in every layer.
+
+    probe = run_probe(model, tokens)          # tokens (B, T) -> Probe
+    probe.values["radial/residual_rms"]       # number | [layer] | [layer][head]
+    probe.scalars()                           # {"radial/residual_rms/layer_03": …}
+
+The forward pass is the model's own (its `record` argument), without gradients, in eval mode: nothing is drawn from a
+random generator and the training step, compiled or not, never knows. Each layer's record is reduced as soon as the
+layer has run, so that only one layer's attention matrices are alive at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from polarlm.attention.mixer import Record
+from polarlm.diagnostics.attention import attention_values, by_lag, probe_lags
+from polarlm.diagnostics.layer import Layer, correlation, read_layer, root_mean_square
+from polarlm.diagnostics.precision import log_precisions, precision_values
+from polarlm.diagnostics.radial import radial_values, stream_values
+from polarlm.model import GPT
+
+Number = float | None  # None where a quantity is undefined (NaN), as JSON writes it
+BINS = 32
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts between edges of one quantity over the tokens (and heads) of one layer."""
+
+    counts: list[int]
+    edges: list[float]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Everything one probe found; names are slash paths without the layer."""
+
+    layers: int
+    heads: int
+    values: dict[str, Any]  # number, [layer] or [layer][head]; residual sizes have layers + 1 entries
+    profiles: dict[str, dict[str, Any]]  # {"x": lags, "y": [layer][head][lag], "xlabel": …}
+    histograms: dict[str, list[Histogram]] = field(default_factory=dict)  # [layer]
+
+    def scalars(self) -> dict[str, Number]:
+        """Flat names: radial/growth/layer_03, precision/log_evidence/layer_03/head_1."""
+        return dict(_flatten(self.values))
+
+    def row(self, step: int, tokens: int) -> dict[str, Any]:
+        """The line of diagnostics/probe.jsonl."""
+        head = {"step": step, "tokens": tokens, "layers": self.layers, "heads": self.heads}
+        return {**head, "values": self.values, "profiles": self.profiles}
+
+
+@torch.no_grad()
+def run_probe(model: GPT, tokens: Tensor, documents: Tensor | None = None) -> Probe:
+    """Probe a model on tokens (B, T)."""
+    training = model.training
+    model.eval()
+    try:
+        reader = _Reader(model, documents)
+        logits = model(tokens, documents=documents, record=reader)
+    finally:
+        model.train(training)
+    loss = _next_token_loss(logits, tokens, documents)
+    return reader.probe(loss)
+
+
+class _Reader(list):
+    """The list handed to the model as `record`: each layer's record is measured on arrival and then forgotten."""
+
+    def __init__(self, model: GPT, documents: Tensor | None) -> None:
+        super().__init__()
+        self.mixers = [block.mixer for block in model.blocks]
+        self.rope_base, self.documents = model.config.rope_base, documents
+        self.values: list[dict[str, Tensor]] = []
+        self.streams: list[dict[str, Tensor]] = []
+        self.profiles: list[dict[str, Tensor]] = []
+        self.samples: list[dict[str, Tensor]] = []
+        self.lags: list[int] = []
+
+    def append(self, record: Record) -> None:
+        rotates = getattr(self.mixers[len(self.values)], "rotate_values", False)
+        layer = read_layer(record, rotates_values=rotates, rope_base=self.rope_base, documents=self.documents)
+        self.lags = self.lags or probe_lags(layer.weights.shape[-1])
+        self.values.append(_layer_values(layer))
+        self.profiles.append(_layer_profiles(layer, self.lags))
+        self.streams.append(stream_values(layer.before))
+        self.samples.append(
+            {
+                "radial/magnitude": layer.magnitude,
+                "radial/residual_rms": root_mean_square(layer.after),
+                "precision/log_evidence": layer.log_evidence,
+            }
+        )
+        self.last = layer.after
+        self.heads = layer.weights.shape[1]
+
+    def probe(self, loss: Tensor) -> Probe:
+        for values, samples in zip(self.values, self.samples):
+            # The paper reads magnitude as confidence: then a large m goes with a small loss.
+            counted = ~torch.isnan(loss)
+            log_m = samples["radial/magnitude"].clamp_min(1e-12).log()
+            values["radial/magnitude_loss_correlation"] = correlation(log_m[counted], loss[counted])
+        streams = [*self.streams, stream_values(self.last)]
+        values = {f"radial/{name}": _numbers([s[name] for s in streams]) for name in streams[0]}
+        for name in self.values[0]:
+            values[name] = _numbers([layer[name] for layer in self.values])
+        profiles = {
+            name: {"x": self.lags, "y": _numbers([layer[name] for layer in self.profiles]), "xlabel": "lag"}
+            for name in self.profiles[0]
+        }
+        histograms = {name: [_histogram(layer[name]) for layer in self.samples] for name in self.samples[0]}
+        return Probe(len(self.values), self.heads, values, profiles, histograms)
+
+
+def _layer_values(layer: Layer) -> dict[str, Tensor]:
+    groups = {
+        "radial": radial_values(layer),
+        "precision": precision_values(layer),
+        "attention": attention_values(layer),
+        "parameters": layer.parameters,
+    }
+    return {f"{group}/{name}": value for group, values in groups.items() for name, value in values.items()}
+
+
+def _layer_profiles(layer: Layer, lags: list[int]) -> dict[str, Tensor]:
+    profiles = {"attention/weight": by_lag(layer.weights, layer.visible, lags)}
+    for name, value in log_precisions(layer).items():
+        profiles[f"precision/{name}"] = by_lag(value, layer.visible, lags)
+    return profiles
+
+
+def _next_token_loss(logits: Tensor, tokens: Tensor, documents: Tensor | None) -> Tensor:
+    # (B, T) nats; NaN where there is no next token to predict in the same document.
+    loss = torch.full(tokens.shape, torch.nan, device=tokens.device)
+    nats = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    loss[:, :-1] = nats.view(tokens.shape[0], -1)
+    if documents is not None:
+        loss[:, :-1][documents[:, 1:] != documents[:, :-1]] = torch.nan
+    return loss
+
+
+def _numbers(per_layer: list[Tensor]) -> Any:
+    return _finite(torch.stack(per_layer).tolist())
+
+
+def _finite(tree: Any) -> Any:
+    if isinstance(tree, list):
+        return [_finite(item) for item in tree]
+    return tree if math.isfinite(tree) else None
+
+
+def _histogram(sample: Tensor) -> Histogram:
+    counts, edges = torch.histogram(sample.flatten().float().cpu(), bins=BINS)
+    return Histogram([int(n) for n in counts.tolist()], edges.tolist())
+
+
+def _flatten(values: dict[str, Any]) -> Iterator[tuple[str, Number]]:
+    for name, value in values.items():
+        if not isinstance(value, list):
+            yield name, value
+            continue
+        for layer, entry in enumerate(value):
+            if not isinstance(entry, list):
+                yield f"{name}/layer_{layer:02d}", entry
+                continue
+            for head, number in enumerate(entry):
+                yield f"{name}/layer_{layer:02d}/head_{head}", number
