@@ -1,0 +1,103 @@
+"""The Lightning data module: prepared corpus in, batches out, each ready before the step that needs it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+
+import lightning.pytorch as pl
+import torch
+
+from polarlm.data.batches import Batch, EvalBatches, Sequences, StreamSequences, train_batches
+from polarlm.data.corpus import Corpus
+
+_ENDLESS = 10**9  # Lightning pre-fetches from loaders without a length and then loses a batch on resume
+_AHEAD = 2
+
+
+class Prefetched:
+    """An iterable read by a background thread, a few batches ahead; a length makes Lightning count batches rightly."""
+
+    def __init__(self, batches: Iterable[Batch], length: int = _ENDLESS):
+        self._batches, self._length = batches, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Batch]:
+        ready: queue.Queue[Batch | BaseException | None] = queue.Queue(_AHEAD)
+        stopped = threading.Event()
+        pin = torch.cuda.is_available()
+
+        def put(item: Batch | BaseException | None) -> bool:
+            while not stopped.is_set():
+                try:
+                    ready.put(item, timeout=0.1)
+                    return True
+                except queue.Full:
+                    continue
+            return False
+
+        def read() -> None:
+            try:
+                for batch in self._batches:
+                    if not put({name: tensor.pin_memory() for name, tensor in batch.items()} if pin else batch):
+                        return
+                put(None)
+            except BaseException as error:
+                put(error)
+
+        thread = threading.Thread(target=read, name="polarlm-batches", daemon=True)
+        thread.start()
+        try:
+            while (item := ready.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            stopped.set()
+            thread.join()
+
+
+class LMDataModule(pl.LightningDataModule):
+    """Batches of a corpus; training continues at the trainer's step, so that resuming needs no saved data state."""
+
+    def __init__(
+        self, corpus: Corpus, *, context: int, micro_batch: int, seed: int, mask_documents: bool = False,
+        packing: str = "stream", eval_tokens: int | None = None,
+    ):  # fmt: skip
+        super().__init__()
+        self.corpus, self.context, self.micro_batch, self.seed = corpus, context, micro_batch, seed
+        self.mask_documents, self.packing, self.eval_tokens = mask_documents, packing, eval_tokens
+        # Said at once, not after the model has been built: these raise UserError for data that is too short.
+        self.sequences()
+        for split in ("val", "test"):
+            if split in corpus.splits:
+                EvalBatches(corpus.store(split), context, micro_batch)
+
+    def sequences(self) -> Sequences:
+        """The endless line of training sequences, addressed by number."""
+        return StreamSequences(self.corpus.store("train"), self.context, self.seed, self.mask_documents)
+
+    def train_dataloader(self) -> Prefetched:
+        rank, world, start = 0, 1, 0
+        if self.trainer is not None:
+            rank, world = self.trainer.global_rank, self.trainer.world_size
+            start = self.trainer.global_step * self.trainer.accumulate_grad_batches
+        return Prefetched(train_batches(self.sequences(), self.micro_batch, rank, world, start))
+
+    def eval_dataloader(self, split: str, *, whole: bool = False) -> Prefetched:
+        """Every token of a split once (see EvalBatches), this rank's share; without `whole`, the first eval_tokens."""
+        rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
+        tokens = None if whole else self.eval_tokens
+        batches = EvalBatches(
+            self.corpus.store(split), self.context, self.micro_batch, rank, world, tokens, self.mask_documents
+        )
+        return Prefetched(batches, len(batches))
+
+    def val_dataloader(self) -> Prefetched:
+        return self.eval_dataloader("val")
+
+    def test_dataloader(self) -> Prefetched:
+        return self.eval_dataloader("test")

@@ -1,0 +1,148 @@
+"""Which split a piece of text belongs to: a pure function of the corpus, so that any reader at any place agrees."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from polarlm.data.config import SplitConfig
+from polarlm.data.documents import Piece
+from polarlm.data.source import Source
+from polarlm.errors import UserError
+
+_FEW = 1000  # with fewer documents the hash thresholds are set by rank, so that no split is empty by chance
+_TOO_FEW_FOR_HASH = 10
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """The decided rule with its numbers: hash thresholds (test below first, val below second) or byte positions."""
+
+    rule: str
+    low: int = 0
+    high: int = 0
+
+
+def document_key(text: str) -> int:
+    """64-bit hash of a document up to white space, so that duplicates always share a split."""
+    return int.from_bytes(hashlib.blake2b(" ".join(text.split()).encode(), digest_size=8).digest(), "little")
+
+
+def plan_splits(source: Source, config: SplitConfig) -> SplitPlan:
+    """Decide the rule and its thresholds; reads as much of the corpus as that needs."""
+    rule = config.rule
+    if rule == "own" or (rule == "auto" and source.has_own_splits):
+        if not source.has_own_splits:
+            found = sorted({str(unit.split) for unit in source.units})
+            raise UserError(
+                f"data.split.rule=own needs files or splits for train and val, found {', '.join(found)}. Name files "
+                "train.* and valid.* (and test.*), or set data.split.rule=hash or position."
+            )
+        return SplitPlan("own")
+    if rule in ("auto", "hash"):
+        keys = _first_keys(source)
+        if rule == "auto" and len(keys) < _TOO_FEW_FOR_HASH:
+            rule = "position"
+        elif len(keys) < _FEW:
+            return _by_rank(sorted(keys), config)
+        else:
+            return SplitPlan("hash", int(config.test * 2**64), int((config.test + config.val) * 2**64))
+    total = sum(len(piece.text.encode()) for *_, piece in limited(source, source.read()))
+    train_end = int(total * (1 - config.val - config.test))
+    return SplitPlan("position", train_end, train_end + int(total * config.val) if config.test else total)
+
+
+def _first_keys(source: Source) -> set[int]:
+    keys: set[int] = set()
+    for *_, piece in limited(source, source.read()):
+        if piece.first and piece.text:
+            keys.add(document_key(piece.text))
+            if len(keys) >= _FEW:
+                break
+    return keys
+
+
+def _by_rank(keys: list[int], config: SplitConfig) -> SplitPlan:
+    test = max(1, round(len(keys) * config.test)) if config.test else 0
+    val = max(1, round(len(keys) * config.val)) if config.val else 0
+    if test + val >= len(keys):
+        raise UserError(
+            f"data.split.rule=hash needs more documents: {len(keys)} different ones found, {val} for val and {test} for "
+            "test leave none to train on. Use data.split.rule=position, which cuts the text itself."
+        )
+    # A threshold lies on the first key that is no longer below it.
+    return SplitPlan("hash", keys[test] if test else 0, keys[test + val])
+
+
+def limited(
+    source: Source, pieces: Iterator[tuple[int, int, Piece]], seen: int = 0
+) -> Iterator[tuple[int, int, Piece]]:
+    """Stop after data.max_bytes of text, at the end of a document."""
+    limit = source.config.max_bytes
+    for unit, index, piece in pieces:
+        yield unit, index, piece
+        seen += len(piece.text.encode()) if limit else 0
+        if limit and seen >= limit and piece.last:
+            return
+
+
+class SplitReader:
+    """Reads pieces with their split from any saved state on; `state` is the place after the last piece given out."""
+
+    def __init__(self, source: Source, plan: SplitPlan, state: dict[str, Any] | None = None):
+        self.source, self.plan = source, plan
+        self.state: dict[str, Any] = dict(state or {"unit": 0, "piece": 0, "bytes": 0, "split": None, "ended": True})
+        self.at_piece_end = True  # false between the parts of a piece that was cut at a split's border
+
+    def __iter__(self) -> Iterator[Piece]:
+        state = self.state
+        limit = self.source.config.max_bytes
+        if limit and state["bytes"] >= limit and state["ended"]:
+            return
+        for unit, index, piece in limited(self.source, self.source.read(state["unit"], state["piece"]), state["bytes"]):
+            given = self._assign(piece, self.source.units[unit].split)
+            size = len(piece.text.encode())
+            self.at_piece_end = False
+            yield from given[:-1]
+            self.state = state = {
+                "unit": unit, "piece": index, "bytes": state["bytes"] + size,
+                "split": given[-1].split, "ended": piece.last,
+            }  # fmt: skip
+            self.at_piece_end = True
+            yield given[-1]
+
+    def _assign(self, piece: Piece, own: str | None) -> list[Piece]:
+        if self.plan.rule == "own":
+            return [replace(piece, split=own)]
+        if self.plan.rule == "hash":
+            if not piece.first:
+                return [replace(piece, split=self.state["split"])]
+            key = document_key(piece.text)
+            return [replace(piece, split="test" if key < self.plan.low else "val" if key < self.plan.high else "train")]
+        return self._by_position(piece)
+
+    def _by_position(self, piece: Piece) -> list[Piece]:
+        start, text = self.state["bytes"], piece.text
+        raw = text.encode()
+        bounds = [0, self.plan.low - start, self.plan.high - start, len(raw)]
+        parts = []
+        for split, a, b in zip(("train", "val", "test"), bounds[:-1], bounds[1:]):
+            a, b = (_character_boundary(raw, min(max(p, 0), len(raw))) for p in (a, b))
+            if b > a:
+                parts.append((split, raw[a:b].decode()))
+        if not parts:
+            return [replace(piece, split="train")]
+        count = len(parts)
+        return [
+            Piece(text, first=piece.first or i > 0, last=piece.last or i < count - 1, split=split)
+            for i, (split, text) in enumerate(parts)
+        ]
+
+
+def _character_boundary(raw: bytes, position: int) -> int:
+    # UTF-8 continuation bytes look like 10xxxxxx; a cut never lands inside a character.
+    while 0 < position < len(raw) and raw[position] & 0xC0 == 0x80:
+        position -= 1
+    return position
