@@ -1,0 +1,108 @@
+"""The sinks beside metrics.jsonl, chosen by the `logger` group.
+
+    loggers = build_loggers(config, folder)            # [] for logger=none and on ranks other than 0
+    try: … finally: finish_loggers(loggers, status)    # "finished", "failed" or "interrupted"
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+from polarlm.errors import UserError
+from polarlm.training.run_folder import read_json
+
+KINDS = ("wandb", "trackio", "none")
+# Overrides that say where a run goes, not what it is.
+PLACES = ("name", "group", "resume", "runs_dir", "cache_dir", "logger", "hydra")
+MAX_TAG = 64  # wandb refuses longer tags
+
+
+def build_loggers(config: dict[str, Any], folder: Path) -> list[Logger]:
+    """The loggers of a resolved configuration, started; metrics.jsonl is not among them."""
+    kind = config["logger"]["kind"]
+    if kind not in KINDS:
+        raise UserError(f"logger.kind={kind!r} is unknown; choose one of {', '.join(KINDS)}")
+    if kind == "none" or rank_zero_only.rank:
+        return []
+    overrides, swept = command_overrides()
+    group = config["group"] or sweep_group(config, overrides, swept)
+    tags = [tag[:MAX_TAG] for tag in overrides if key_of(tag) in swept or (not swept and not is_place(tag))]
+    if kind == "wandb":
+        from polarlm.training.wandb_sink import start_wandb
+
+        sink = start_wandb(config, folder, group=group, tags=tags)
+        return [] if sink is None else [sink]
+    from polarlm.training.trackio_sink import TrackioSink
+
+    return [TrackioSink(config, folder, group=group)]
+
+
+def finish_loggers(loggers: list[Logger], status: str) -> None:
+    """Close every sink, also after a failure; a sink's own trouble is told in one line and never hides the run's."""
+    for logger in loggers:
+        if not hasattr(logger, "finish"):
+            continue
+        folder = Path(logger.save_dir or ".")
+        try:
+            logger.finish(status, read_json(folder / "summary.json") or {})
+            if getattr(logger, "offline", False):
+                tell_once(f"wandb: logged offline; to upload: wandb sync {folder.parent}/*/wandb/offline-run-*")
+        except Exception as error:
+            print(f"{type(logger).__name__}: could not be closed ({error})", file=sys.stderr)
+
+
+def command_overrides() -> tuple[list[str], set[str]]:
+    """(this job's overrides, the keys a multirun varies); both empty outside Hydra."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.types import RunMode
+
+    if not HydraConfig.initialized():
+        return [], set()
+    hydra = HydraConfig.get()
+    overrides = list(hydra.overrides.task)
+    if hydra.mode != RunMode.MULTIRUN:
+        return overrides, set()
+    swept = set(hydra.sweeper.get("params") or {})
+    typed = [argument for argument in sys.argv[1:] if "=" in argument and not argument.startswith("-")]
+    for override in OverridesParser.create().parse_overrides(typed):
+        if override.is_sweep_override():
+            swept.add(override.key_or_group)
+    return overrides, {key.lstrip("+~") for key in swept}
+
+
+def sweep_group(config: dict[str, Any], overrides: list[str], swept: set[str]) -> str | None:
+    """One name for all jobs of a multirun: the named sweep's, else derived from what the jobs have in common."""
+    if not swept:
+        return None
+    if config["choices"].get("sweep"):
+        return str(config["choices"]["sweep"])
+    common = sorted(tag for tag in overrides if key_of(tag) not in swept)
+    digest = hashlib.sha256("\n".join([*common, *sorted(swept)]).encode()).hexdigest()[:6]
+    return f"sweep-{'-'.join(sorted(key.rpartition('.')[2] for key in swept))}-{digest}"
+
+
+def key_of(override: str) -> str:
+    """The key an override sets."""
+    return override.lstrip("+~").partition("=")[0]
+
+
+def is_place(override: str) -> bool:
+    """Whether an override only says where things are written."""
+    return key_of(override).partition(".")[0] in PLACES
+
+
+_told: set[str] = set()
+
+
+def tell_once(text: str) -> None:
+    """Print a hint the first time it applies in this process (a sweep has many runs)."""
+    if text not in _told:
+        _told.add(text)
+        print(text, file=sys.stderr)

@@ -1,0 +1,62 @@
+"""Trackio as a sink: a live dashboard on this machine, without an account (`trackio show --project polarlm`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
+from lightning.pytorch.utilities import rank_zero_only
+
+from polarlm.errors import UserError
+
+
+class TrackioSink(Logger):
+    """One trackio run per run folder, under the folder's name; a continued run appends to it."""
+
+    def __init__(self, config: dict[str, Any], folder: Path, *, group: str | None) -> None:
+        super().__init__()
+        try:
+            import trackio
+        except ImportError:
+            raise UserError(
+                "logger=trackio needs the trackio package, which is not installed: pip install 'polarlm[trackio]', "
+                "or choose logger=wandb or logger=none"
+            ) from None
+        self.folder = folder
+        self._run = trackio.init(
+            project=config["logger"]["project"],
+            name=folder.name,
+            group=group,
+            config=config,
+            resume="allow",
+            embed=False,
+            auto_log_cpu=False,
+            auto_log_gpu=False,
+        )
+
+    name = "trackio"  # type: ignore[assignment]
+    version = ""
+
+    @property
+    def save_dir(self) -> str:
+        return str(self.folder)
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        return self._run
+
+    @rank_zero_only
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """The whole configuration was given when the run was started."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Copy a row; trackio's x-axis is the step, `tokens` is in the row."""
+        self._run.log({name: value for name, value in metrics.items() if value is not None}, step=step)
+
+    def finish(self, status: str, summary: dict[str, Any]) -> None:
+        """Close the run."""
+        self._run.log({"status": status})
+        self._run.finish()
