@@ -57,7 +57,7 @@ class Comparison:
     p_value: float | None
     p_adjusted: float | None = None
     family: int = 1  # comparisons that share the error rate
-    diverged: tuple[int, int] = (0, 0)  # seeds without a finite result: treatment, baseline
+    diverged: tuple[int, int] = (0, 0)  # seeds without a finite result (also failed ones): treatment, baseline
     seeds: tuple[int, ...] = field(default=())  # the seeds that were paired
 
     @property
@@ -181,15 +181,17 @@ def describe_budgets(gaps: Mapping[str, float | None]) -> str:
 def verdict(comparison: Comparison, measure: str, gaps: Mapping[str, float | None] | None = None) -> str:
     """One careful sentence about a comparison, followed by the state of the budgets."""
     c, d = comparison, comparison.difference
-    size = f"{d.mean:+.4g} {measure}"
+    size = f"{d.mean:+.3g} {measure}"
     if d.low is None or d.high is None:
         sentence = f"{c.treatment}: {NO_DIFFERENCE} against {c.baseline}: {_why_no_interval(c, size)}"
     else:
         pairing = f"{d.n} seeds each, not paired" if d.method == "Welch t" else f"{d.n} paired seeds"
         p = c.p_adjusted if c.p_adjusted is not None else c.p_value
-        correction = f", Holm over {c.family} comparisons" if c.family > 1 else ""
+        correction = ""
+        if c.family > 1 and c.p_value is not None:
+            correction = f" after Holm over {c.family} comparisons ({_probability(c.p_value).lstrip('= ')} alone)"
         evidence = (
-            f"95 % interval {d.low:+.4g} to {d.high:+.4g}; {pairing}, {d.method}, "
+            f"95 % interval {d.low:+.3g} to {d.high:+.3g}; {pairing}, {d.method}, "
             f"p {_probability(p if p is not None else math.nan)}{correction}"
         )
         if c.outcome == NO_DIFFERENCE:
@@ -197,15 +199,15 @@ def verdict(comparison: Comparison, measure: str, gaps: Mapping[str, float | Non
         else:
             word = "lower" if d.mean < 0 else "higher"
             sentence = (
-                f"{c.treatment}: {c.outcome} than {c.baseline}, {word} by {abs(d.mean):.4g} {measure} ({evidence})."
+                f"{c.treatment}: {c.outcome} than {c.baseline}, {word} by {abs(d.mean):.3g} {measure} ({evidence})."
             )
     lost = [
-        f"{count} diverged seed{'s' if count > 1 else ''} of {name}"
+        f"{count} failed or diverged seed{'s' if count > 1 else ''} of {name}"
         for count, name in zip(c.diverged, (c.treatment, c.baseline))
         if count
     ]
     if lost:
-        sentence += f" Left out: {' and '.join(lost)}, so no win over them is claimed."
+        sentence += f" Left out: {' and '.join(lost)}, so no win against them is claimed."
     return sentence if gaps is None else f"{sentence} {describe_budgets(gaps)}"
 
 

@@ -14,6 +14,7 @@ def write_summary_png(run_folder: str | Path) -> Path:
     """Draw loss and, where the run was probed, the residual stream's magnitude by layer; returns the picture's path."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     run = load_run(Path(run_folder))
     rms = {p.tokens: p.values["radial/residual_rms"] for p in run.probes if "radial/residual_rms" in p.values}
@@ -21,6 +22,7 @@ def write_summary_png(run_folder: str | Path) -> Path:
     FigureCanvasAgg(figure)  # no display and no global state: training may draw from any thread
     axes = figure.subplots(1, 2 if rms else 1, squeeze=False)[0]
     _draw_loss(axes[0], run)
+    axes[0].xaxis.set_major_formatter(EngFormatter())
     if rms:
         _draw_radial_growth(axes[1], rms)
     for axis in axes:

@@ -133,11 +133,15 @@ def _probe(block, facts, progress, step, layers, heads, context, rng):
     head = rng.normal(size=(layers, heads))
     values = {
         "radial/residual_rms": rms,
-        "radial/measured_growth": measured,
-        "radial/predicted_growth": predicted,
+        "radial/growth_latent": measured,
+        "radial/growth_attention": 0.5 * measured,
+        "radial/growth_predicted": predicted,
+        "radial/growth_latent_slope": 0.9 + 0.05 * rng.normal(size=layers),
+        "radial/growth_latent_r2": 0.8 + 0.05 * rng.random(size=layers),
         "radial/resultant_length": 0.5 + 0.1 * head,
         "attention/entropy": 2.5 - 0.8 * progress + 0.4 * head,
-        "attention/first_token_mass": np.abs(0.08 * head),
+        "attention/mass_first": np.abs(0.08 * head),
+        "precision/log_evidence": 1.5 * head + progress,
     }
     profiles = {}
     if block in ("rfa", "polar"):
@@ -145,9 +149,8 @@ def _probe(block, facts, progress, step, layers, heads, context, rng):
         rate = np.geomspace(0.002, 0.1, heads)[None, :, None] * (1 + np.arange(layers)[:, None, None] / layers)
         kappa = np.log(0.1 + 4 * np.exp(-rate * lags * (0.5 + progress)))
         values |= {
-            "precision/log_evidence": 1.5 * head + progress,
             "precision/robust_weight": 0.8 + 0.05 * head,
-            "parameters/nu": 4 - progress * (1 + 0.2 * np.arange(heads)) + 0.05 * head,
+            "parameters/nu_t": 4 - progress * (1 + 0.2 * np.arange(heads)) + 0.05 * head,
             "parameters/mu": np.broadcast_to(rate[..., 0] * (0.5 + progress), (layers, heads)),
         }
         profiles["precision/log_kappa"] = {"x": lags, "y": kappa, "xlabel": "lag (tokens)"}

@@ -1,0 +1,198 @@
+"""Everything the page draws, as one JSON value: thinned curves per run, probes averaged over the seeds of a group."""
+
+import datetime
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+
+from polarlm.report.groups import Group
+from polarlm.report.judge import Judgement
+from polarlm.report.metrics import bucket_edges, thin
+from polarlm.report.probes import Probe
+from polarlm.report.quantities import describe
+from polarlm.report.runs import Run
+
+# Points of all training curves together: 30 runs get 500 each, 200 runs 300 each; the page stays a few MB.
+POINT_BUDGET, MIN_POINTS, MAX_POINTS = 60_000, 120, 500
+# Numbers that the trajectories may hold before heads are averaged away.
+HISTORY_BUDGET = 250_000
+# The baseline is grey; Okabe and Ito's colours, told apart by all common kinds of colour vision, go to the others.
+COLOURS = {"standard": 0, "polar": 1, "rfa": 2, "xsa": 3}
+N_COLOURS, N_DASHES = 7, 4
+
+
+def build_payload(
+    groups: Sequence[Group], judgement: Judgement, out: Path | None, reload_seconds: float | None = None
+) -> dict[str, Any]:
+    """The page's data; links to run folders are relative to where the page is written."""
+    styles = _styles(groups)
+    points = int(np.clip(POINT_BUDGET / max(1, sum(len(g.runs) for g in groups)), MIN_POINTS, MAX_POINTS))
+    runs, shown_groups = [], []
+    for index, group in enumerate(groups):
+        shown_groups.append({"label": group.label, "block": group.block, **styles[index]})
+        last_step = max((float(r.metrics.columns["step"].max()) for r in group.runs if len(r.metrics)), default=1.0)
+        edges = bucket_edges(last_step, points)
+        runs += [{"group": index, **_run(run, edges, out)} for run in group.runs]
+    diagnostics = [_diagnostics(group) for group in groups]
+    _fit_history(diagnostics)
+    names = {name for d in diagnostics if d for part in ("final", "profiles") for name in d[part]}
+    return {
+        "created": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "reload": reload_seconds,
+        "metric": judgement.metric,
+        "oneTokenizer": judgement.one_tokenizer,
+        "groups": shown_groups,
+        "runs": runs,
+        "diagnostics": diagnostics,
+        "quantities": {n: {"title": describe(n).title, "axis": describe(n).axis} for n in sorted(names)},
+    }
+
+
+def rounded(value: Any, digits: int = 5) -> Any:
+    """Numbers with few digits (a page has no use for sixteen) and nan as null."""
+    if isinstance(value, np.ndarray):
+        return rounded(value.tolist(), digits)
+    if isinstance(value, list):
+        return [rounded(v, digits) for v in value]
+    if not math.isfinite(value):
+        return None
+    return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.{digits}g}")
+
+
+def link_to(folder: Path, out: Path | None) -> str:
+    """A relative address of a run folder, so that page and runs can move together."""
+    try:
+        path = os.path.relpath(folder, out.parent) if out else str(folder)
+    except ValueError:  # another drive on Windows
+        return folder.as_uri()
+    return quote(path.replace(os.sep, "/")) + "/"
+
+
+def _run(run: Run, edges: np.ndarray, out: Path | None) -> dict[str, Any]:
+    train = thin(run.metrics.stream("train/loss", "tokens_per_second"), edges)
+    val = run.metrics.stream("val/loss", "val/bits_per_byte")
+    per_token = run.number("flops_per_token") or _ratio(run.number("flops"), run.number("tokens"))
+    return {
+        "name": run.name,
+        "seed": run.seed,
+        "status": run.status,
+        "href": link_to(run.folder, out),
+        "flopsPerToken": per_token,
+        "speed": run.number("tokens_per_second"),
+        "train": {
+            "at": rounded(train["bucket"], 8),
+            "tokens": rounded(train["tokens"]),
+            "seconds": rounded(train["seconds"]),
+            "loss": rounded(train["train/loss"]),
+        },
+        "val": {
+            "at": rounded(val["step"], 8),
+            "tokens": rounded(val["tokens"], 8),
+            "seconds": rounded(val["seconds"]),
+            "loss": rounded(val["val/loss"], 6),
+            "bpb": rounded(val["val/bits_per_byte"], 6),
+        },
+    }
+
+
+def _styles(groups: Sequence[Group]) -> list[dict[str, int | float]]:
+    """One colour per block, dashes and shades for its variants; variants of a single block get the colours instead."""
+    blocks = list(dict.fromkeys(g.block for g in groups))
+    free = [c for c in range(N_COLOURS) if c not in {COLOURS[b] for b in blocks if b in COLOURS}]
+    colour = {b: COLOURS[b] for b in blocks if b in COLOURS}
+    for i, block in enumerate(b for b in blocks if b not in COLOURS):
+        colour[block] = free[i % len(free)] if free else i % N_COLOURS
+    styles: list[dict[str, int | float]] = []
+    for group in groups:
+        variants = [g for g in groups if g.block == group.block]
+        rank = variants.index(group)
+        if len(blocks) == 1:
+            styles.append({"colour": rank % N_COLOURS, "dash": rank // N_COLOURS % N_DASHES, "shade": 0.0})
+        else:
+            shade = 0.55 * rank / max(1, len(variants) - 1) if len(variants) > 1 else 0.0
+            styles.append({"colour": colour[group.block], "dash": rank % N_DASHES, "shade": round(shade, 3)})
+    return styles
+
+
+def _diagnostics(group: Group) -> dict[str, Any] | None:
+    """Probes averaged over the seeds at the steps that all of them have."""
+    probed = [{p.step: p for p in run.probes} for run in group.runs if run.probes]
+    if not probed:
+        return None
+    common = sorted(set.intersection(*(set(p) for p in probed)))
+    if not common:  # seeds probed at other steps: the longest one speaks for the group
+        probed = [max(probed, key=len)]
+        common = sorted(probed[0])
+    at = [[run[step] for run in probed] for step in common]
+    final: dict[str, Any] = {}
+    for name in at[-1][0].values:
+        values = _stack(at[-1], name)
+        if values is None:
+            continue
+        final[name] = {"mean": values.mean(0)}
+        if values.ndim == 2 and len(values) > 1:
+            final[name] |= {"low": values.min(0), "high": values.max(0)}
+    profiles = {}
+    for name, first in at[-1][0].profiles.items():
+        same = [p.profiles[name]["y"] for p in at[-1] if name in p.profiles]
+        if all(y.shape == first["y"].shape for y in same):
+            profiles[name] = {"x": first["x"], "y": np.mean(same, axis=0), "xlabel": first["xlabel"]}
+    history: dict[str, list[np.ndarray | None]] = {name: [] for name in final}
+    for probes in at:
+        for name in history:
+            values = _stack(probes, name)
+            history[name].append(None if values is None else values.mean(0))
+    shape = {name: final[name]["mean"].shape for name in final}
+    kept = {
+        name: np.stack([np.full(shape[name], np.nan) if v is None or v.shape != shape[name] else v for v in found])
+        for name, found in history.items()
+    }
+    tokens = [probes[0].tokens for probes in at]
+    return {"tokens": tokens, "seeds": len(probed), "final": final, "profiles": profiles, "history": kept}
+
+
+def _stack(probes: Sequence[Probe], name: str) -> np.ndarray | None:
+    """(seeds, …) of one quantity, or None when a seed lacks it or has another shape."""
+    found = [p.values.get(name) for p in probes]
+    if any(v is None or v.shape != found[0].shape for v in found):  # type: ignore[union-attr]
+        return None
+    return np.stack(found)  # type: ignore[arg-type]
+
+
+def _fit_history(diagnostics: list[dict[str, Any] | None]) -> None:
+    """Round everything, and average trajectories over heads (parameters last) until they fit into the page."""
+    found = [d for d in diagnostics if d]
+
+    def size() -> int:
+        return sum(array.size for d in found for array in d["history"].values())
+
+    for keep in ("parameters/", None):
+        if size() > HISTORY_BUDGET:
+            for d in found:
+                for name, array in d["history"].items():
+                    if array.ndim == 3 and not (keep and name.startswith(keep)):
+                        d["history"][name] = array.mean(-1)
+    every = math.ceil(size() / HISTORY_BUDGET)
+    for d in found:
+        if every > 1:
+            rows = sorted({*range(0, len(d["tokens"]), every), len(d["tokens"]) - 1})
+            d["tokens"] = [d["tokens"][i] for i in rows]
+            d["history"] = {name: array[rows] for name, array in d["history"].items()}
+    many = len(found) > 12
+    for d in found:
+        d["tokens"] = rounded(d["tokens"], 8)
+        d["history"] = {name: rounded(array, 4) for name, array in d["history"].items()}
+        d["final"] = {n: {k: rounded(v, 4) for k, v in part.items()} for n, part in d["final"].items()}
+        for profile in d["profiles"].values():
+            y = profile["y"]
+            profile["y"] = rounded(y.mean(1, keepdims=True) if many and y.ndim == 3 else y, 4)
+            profile["x"] = rounded(profile["x"])
+
+
+def _ratio(a: float | None, b: float | None) -> float | None:
+    return a / b if a and b else None

@@ -1,0 +1,152 @@
+"""The final table, the differences in configuration and the list of runs: once as cells, then as text, CSV or JSON."""
+
+import csv
+import io
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from polarlm.evaluation.statistics import Estimate
+from polarlm.report.groups import Group, config_differences, show
+from polarlm.report.judge import Judgement, headline
+
+# More columns than this do not fit on a page; then one row per group names only what separates the groups.
+MAX_COLUMNS = 8
+SHORT_UNITS = {"bits_per_byte": "bits per byte", "loss": "loss (nats)", "perplexity": "perplexity"}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells of text; all but the first column are numbers or short words."""
+
+    columns: list[str]
+    rows: list[list[str]]
+
+
+def final_table(judgement: Judgement) -> Table:
+    """One row per group: judged losses with intervals, the difference to the baseline, and what it cost."""
+    losses = judgement.shown_metrics()
+    columns = ["group", "seeds", *(SHORT_UNITS.get(m.rpartition("/")[2], m) for m in losses)]
+    columns += ["Δ to baseline", "p", "verdict", "parameters", "tokens", "FLOPs", "tokens/s"]
+    rows = []
+    for judged in judgement.rows:
+        comparison = judged.comparison
+        p = None if comparison is None else comparison.p_adjusted
+        row = [judged.group.label, str(judged.estimates[judgement.metric].n)]
+        row += [show_estimate(judged.estimates[m]) for m in losses]
+        row.append("" if comparison is None else show_estimate(comparison.difference, signed=True))
+        row.append("" if p is None else ("<0.001" if p < 0.001 else f"{p:.3f}"))
+        row.append(judged.outcome)
+        row += [show_count(judged.budget.parameters), show_count(judged.budget.tokens), show_count(judged.budget.flops)]
+        row.append(show_count(judged.tokens_per_second))
+        rows.append(row)
+    return Table(columns, rows)
+
+
+def difference_table(groups: Sequence[Group]) -> Table:
+    """In which settings the groups differ: one row per setting, or one row per group when there are many groups."""
+    if len(groups) <= MAX_COLUMNS:
+        differences = config_differences([group.runs[0] for group in groups])
+        return Table(
+            ["setting", *(g.label for g in groups)],
+            [[k, *(show(v) for v in values)] for k, values in differences.items()],
+        )
+    keys = list(dict.fromkeys(key for group in groups for key in group.varied))
+    return Table(["group", *keys], [[g.label, *(show(g.varied.get(k)) for k in keys)] for g in groups])
+
+
+def text_report(judgement: Judgement, width: int = 120) -> str:
+    """The final table and the verdicts for a terminal."""
+    lines = [headline(judgement), "", f"Final loss on the {judgement.split} split; ± is half of the 95 % interval.", ""]
+    lines += [_aligned(final_table(judgement)), ""]
+    for judged in judgement.rows:
+        if judged.outcome != "baseline":
+            lines.append(textwrap.fill(judged.sentence, width, initial_indent="• ", subsequent_indent="  "))
+    lines += [textwrap.fill(note, width, initial_indent="! ", subsequent_indent="  ") for note in judgement.notes]
+    return "\n".join(lines)
+
+
+def csv_report(groups: Sequence[Group]) -> str:
+    """One row per run: names, state, every number of its summary, and the settings that vary."""
+    runs = [(group, run) for group in groups for run in group.runs]
+    numbers = list(
+        dict.fromkeys(k for _, r in runs for k, v in r.summary.items() if isinstance(v, (int, float)) and k != "seed")
+    )
+    settings = list(dict.fromkeys(key for group in groups for key in group.varied if "." in key))
+    stream = io.StringIO()
+    writer = csv.writer(stream)
+    writer.writerow(["run", "folder", "group", "block", "seed", "status", *numbers, *settings])
+    for group, run in runs:
+        head = [run.name, str(run.folder), group.label, run.block, run.seed, run.status]
+        writer.writerow([*head, *(run.summary.get(n) for n in numbers), *(run.settings.get(s) for s in settings)])
+    return stream.getvalue()
+
+
+def json_report(judgement: Judgement, payload: dict[str, Any]) -> dict[str, Any]:
+    """The judged numbers beside everything that the page draws."""
+
+    def plain(estimate: Estimate) -> dict[str, Any]:
+        known = estimate.n > 0 or estimate.method == "no shared seed"
+        mean = estimate.mean if known else None
+        return {"mean": mean, "low": estimate.low, "high": estimate.high, "n": estimate.n, "method": estimate.method}
+
+    judged = [
+        {
+            "group": row.group.label,
+            "block": row.group.block,
+            "settings": {k: show(v) for k, v in row.group.varied.items()},
+            "seeds": list(row.group.seeds),
+            "estimates": {name: plain(e) for name, e in row.estimates.items()},
+            "difference": plain(row.comparison.difference) if row.comparison else None,
+            "p_value": row.comparison.p_value if row.comparison else None,
+            "p_adjusted": row.comparison.p_adjusted if row.comparison else None,
+            "outcome": row.outcome,
+            "verdict": row.sentence,
+            "parameters": row.budget.parameters,
+            "tokens": row.budget.tokens,
+            "flops": row.budget.flops,
+            "tokens_per_second": row.tokens_per_second,
+        }
+        for row in judgement.rows
+    ]
+    return {
+        "metric": judgement.metric,
+        "headline": headline(judgement),
+        "notes": judgement.notes,
+        "judged": judged,
+        **payload,
+    }
+
+
+def show_estimate(estimate: Estimate, signed: bool = False) -> str:
+    """mean ± half of the interval with as many digits as the interval allows."""
+    if estimate.n == 0 and estimate.method != "no shared seed":
+        return "—"
+    half = estimate.half_width
+    sign = "+" if signed else ""
+    if half is None or half == 0:
+        return f"{estimate.mean:{sign}.4g}"
+    # Two digits of the uncertainty are all that it can carry.
+    digits = max(0, -int(f"{half:.1e}".partition("e")[2]) + 1)
+    return f"{estimate.mean:{sign}.{digits}f} ± {half:.{digits}f}"
+
+
+def show_count(number: float | None) -> str:
+    """1.18 M, 17.8 T, or — when it is not known."""
+    if number is None:
+        return "—"
+    for size, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.3g} {letter}"
+    return f"{number:.3g}"
+
+
+def _aligned(table: Table) -> str:
+    widths = [max(len(cell) for cell in column) for column in zip(table.columns, *table.rows)]
+
+    def line(cells: list[str]) -> str:
+        aligned = (c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths)))
+        return "  ".join(aligned).rstrip()
+
+    return "\n".join([line(table.columns), "  ".join("─" * w for w in widths), *(line(row) for row in table.rows)])
