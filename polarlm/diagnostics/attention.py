@@ -33,11 +33,12 @@ def attention_values(layer: Layer) -> dict[str, Tensor]:
         "consensus_epsilon": epsilon,
         "consensus_broken": (epsilon > CONSENSUS_BOUND).to(a.dtype),
     }
-    removed = layer.alpha * layer.estimate - layer.update
-    if bool(removed.any()):  # a block without projection hands on v̄ itself: nothing to report
-        kept = (layer.alpha * layer.estimate).square().sum(-1).clamp_min(TINY)
-        values["removed_share"] = removed.square().sum(-1) / kept
     values = {name: value.nanmean((0, 2)) for name, value in values.items()}
+    estimate = layer.alpha * layer.estimate
+    removed = estimate - layer.update
+    if bool(removed.any()):  # a block without projection hands on v̄ itself: nothing to report
+        # Squared size removed over squared size found; evidence projection starts from v̄ − v and can exceed 1.
+        values["removed_share"] = removed.square().sum((0, 2, 3)) / estimate.square().sum((0, 2, 3)).clamp_min(TINY)
     # Does magnitude attract attention? Attention received per query that could see the token, against log m.
     received = a.sum(-2) / seen.sum(-2).unsqueeze(1)
     log_m = layer.magnitude.clamp_min(TINY).log().unsqueeze(1).expand_as(received)

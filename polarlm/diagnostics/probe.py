@@ -155,7 +155,7 @@ def _numbers(per_layer: list[Tensor]) -> Any:
 def _finite(tree: Any) -> Any:
     if isinstance(tree, list):
         return [_finite(item) for item in tree]
-    return tree if math.isfinite(tree) else None
+    return float(f"{tree:.7g}") if math.isfinite(tree) else None  # fp32 holds no more digits
 
 
 def _histogram(sample: Tensor) -> Histogram:

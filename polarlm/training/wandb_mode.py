@@ -41,7 +41,7 @@ def choose_mode(wanted: str) -> tuple[str, str | None]:
 
 
 def server() -> str:
-    """The wandb server of this machine: WANDB_BASE_URL, else the one `wandb login --host` stored, else the public one."""
+    """The server wandb talks to: WANDB_BASE_URL, else what `wandb login --host` stored, else the public one."""
     if url := os.environ.get("WANDB_BASE_URL"):
         return url
     settings = configparser.ConfigParser()

@@ -1,0 +1,159 @@
+"""`python -m polarlm wandb-workspace`: perplexity and geometry panels in a wandb project, the same for everyone.
+
+The layout is data (`LAYOUT`). With the wandb-workspaces package and a login it is saved to the project; `--out` writes
+the workspace as JSON without either, to read, to keep, or to build the panels by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from polarlm.errors import UserError
+
+INSTALL = "pip install 'polarlm[workspace]'"
+PARAMETERS = ("nu_t", "eta_tk", "eta_tq", "sigma_t0", "mu", "m_inf", "alpha", "beta")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A chart: a line per metric (or per metric matching a pattern) against `x`, or a picture logged at every probe."""
+
+    title: str
+    metrics: list[str] = field(default_factory=list)
+    pattern: str | None = None
+    media: list[str] = field(default_factory=list)
+    x: str = "tokens"
+    log_y: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    """A titled row of panels."""
+
+    name: str
+    panels: list[Panel]
+
+
+def by_layer(title: str, *names: str) -> Panel:
+    """Every layer of the named quantities."""
+    return Panel(title, pattern=rf"^({'|'.join(names)})/layer_\d+$")
+
+
+def by_head(title: str, name: str) -> Panel:
+    """Every layer and head of a quantity."""
+    return Panel(title, pattern=rf"^{name}/layer_\d+(/head_\d+)?$")
+
+
+LAYOUT = [
+    Section(
+        "Perplexity",
+        [
+            Panel("Validation perplexity", ["val/perplexity"], log_y=True),
+            Panel("Validation bits per byte", ["val/bits_per_byte"]),
+            Panel("Training and validation loss", ["train/loss", "val/loss"]),
+            Panel("Validation loss against compute", ["val/loss"], x="flops"),
+            Panel("Validation loss against time", ["val/loss"], x="seconds"),
+            Panel("Tokens per second", ["tokens_per_second"]),
+        ],
+    ),
+    Section(
+        "Radial growth",
+        [
+            by_layer("Residual RMS", "radial/residual_rms"),
+            by_layer("Growth: attention and feed-forward", "radial/growth_attention", "radial/growth_ffn"),
+            by_layer("Predicted growth α⟨v, v̄⟩/r²", "radial/growth_predicted"),
+            by_layer("Measured latent growth", "radial/growth_latent"),
+            by_layer("Prediction's slope and R² on the stream", "radial/growth_slope", "radial/growth_r2"),
+            by_layer("Tangency: latent and stream", "radial/tangency_latent", "radial/tangency_attention"),
+            by_layer("Latent magnitude m", "radial/magnitude"),
+            by_layer("Angular step", "radial/angular_step_attention", "radial/angular_step_ffn"),
+            by_head("Mean resultant length", "radial/resultant_length"),
+        ],
+    ),
+    Section(
+        "Precision and attention",
+        [
+            by_head("Log-evidence", "precision/log_evidence"),
+            by_head("Share of outliers", "precision/outlier_share"),
+            by_head("Attention entropy", "attention/entropy"),
+            by_head("Attention on the first token", "attention/mass_first"),
+            by_head("Similarity of v̄ with the own value", "attention/self_similarity"),
+            by_head("Local consensus ε", "attention/consensus_epsilon"),
+            Panel("Log-evidence, layer × head", media=["precision/log_evidence/heat_map"]),
+            Panel("Attention entropy, layer × head", media=["attention/entropy/heat_map"]),
+            Panel("log κ against lag", media=["precision/log_kappa/by_lag"]),
+            Panel("log κ̃ against lag", media=["precision/log_kappa_tilde/by_lag"]),
+            Panel("Attention against lag", media=["attention/weight/by_lag"]),
+        ],
+    ),
+    Section("Parameters", [by_head(name, f"parameters/{name}") for name in PARAMETERS]),
+]
+
+
+def add_parser(verbs: Any) -> None:
+    """Register the verb."""
+    verb = verbs.add_parser("wandb-workspace", help="lay out perplexity and geometry panels in a wandb project")
+    verb.add_argument("--project", default="polarlm", help="wandb project (default: polarlm)")
+    verb.add_argument("--entity", help="wandb user or team (default: yours)")
+    verb.add_argument("--name", default="polarlm geometry", help="the workspace's name")
+    verb.add_argument("--out", type=Path, help="write the layout to this JSON file instead; needs no login")
+    verb.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Save the workspace, or write its layout."""
+    if options.out:
+        options.out.write_text(json.dumps(layout(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        print(f"{options.out}: {sum(len(s.panels) for s in LAYOUT)} panels in {len(LAYOUT)} sections")
+        return 0
+    from polarlm.training.wandb_mode import logged_in, reachable, server
+
+    hint = "`python -m polarlm wandb-workspace --out workspace.json` writes the layout without it"
+    try:
+        import wandb_workspaces  # noqa: F401
+    except ImportError:
+        raise UserError(f"wandb-workspace needs the wandb-workspaces package: {INSTALL}; {hint}") from None
+    if not logged_in():
+        raise UserError(f"wandb-workspace needs a wandb login: run `wandb login` or set WANDB_API_KEY; {hint}")
+    if not reachable(server()):
+        raise UserError(f"{server()} does not answer; try again online; {hint}")
+    import wandb
+
+    workspace = build_workspace(options.entity or wandb.Api().default_entity, options.project, options.name)
+    workspace.save()
+    print(workspace.url)
+    return 0
+
+
+def layout() -> dict[str, Any]:
+    """The workspace as plain data: sections, panels, runs grouped by block."""
+    return {"x_axis": "tokens", "group_runs_by": "job_type", "sections": [asdict(section) for section in LAYOUT]}
+
+
+def build_workspace(entity: str, project: str, name: str) -> Any:
+    """The layout as a wandb_workspaces.workspaces.Workspace, not yet saved; runs are grouped by block (job type)."""
+    import wandb_workspaces.reports.v2 as panels
+    import wandb_workspaces.workspaces as workspaces
+
+    def chart(panel: Panel) -> Any:
+        if panel.media:
+            return panels.MediaBrowser(title=panel.title, media_keys=panel.media)
+        lines = {"metric_regex": panel.pattern} if panel.pattern else {"y": panel.metrics}
+        band = {"groupby_aggfunc": "mean", "groupby_rangefunc": "stddev"}
+        return panels.LinePlot(title=panel.title, x=panel.x, log_y=panel.log_y or None, **lines, **band)
+
+    return workspaces.Workspace(
+        entity=entity,
+        project=project,
+        name=name,
+        sections=[
+            workspaces.Section(name=section.name, panels=[chart(panel) for panel in section.panels], is_open=index < 2)
+            for index, section in enumerate(LAYOUT)
+        ],
+        settings=workspaces.WorkspaceSettings(x_axis="tokens"),
+        runset_settings=workspaces.RunsetSettings(groupby=[workspaces.Metric("JobType")]),
+    )
