@@ -3,10 +3,11 @@
 import hydra
 from omegaconf import DictConfig
 
-from polarlm.launch.entry import run
+from polarlm.launch.entry import job, run
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
+@job
 def main(cfg: DictConfig) -> float:
     """One run; returns its validation loss, which sweepers may minimise."""
     from polarlm.launch.train import train

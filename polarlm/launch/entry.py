@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import re
 import sys
@@ -10,39 +11,69 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from omegaconf import DictConfig
+
 from polarlm.errors import UserError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-DEBUG_HINT = "(--debug shows the traceback)"
 
 
 def run(main: Callable[[], None]) -> None:
     """Run a Hydra main function and turn whatever it raises into a message and an exit code."""
-    debug = "--debug" in sys.argv or bool(int(os.environ.get("HYDRA_FULL_ERROR", "0") or 0))
+    global _debug
+    _debug = "--debug" in sys.argv or os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
     sys.argv = [a for a in sys.argv if a != "--debug"]
     # Hydra prints its own shortened tracebacks unless told to let errors through; presenting them is our job.
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        main()
+    except (Exception, KeyboardInterrupt) as error:
+        fail(error)
+
+
+_debug = False
+
+
+def job(function: Callable[[DictConfig], float]) -> Callable[[DictConfig], float]:
+    """A Hydra task whose errors are told once: here for a single run, at the end of the sweep for a multirun."""
+
+    @functools.wraps(function)
+    def told(cfg: DictConfig) -> float:
+        from hydra.core.hydra_config import HydraConfig
+        from hydra.types import RunMode
+
+        try:
+            return function(cfg)
+        except Exception as error:
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                print(f"error: {message(error)}", file=sys.stderr, flush=True)
+                raise
+            fail(error)
+            raise
+
+    return told
+
+
+def fail(error: BaseException) -> None:
+    """Print the message (after the traceback when asked for) and exit."""
+    if _debug:
+        traceback.print_exception(error)
+    print(f"error: {message(error)}", file=sys.stderr, flush=True)
+    sys.exit(130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, UserError) else 1)
+
+
+def message(error: BaseException) -> str:
+    """What a person should read about an error."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    try:
-        main()
-    except KeyboardInterrupt:
-        fail("Interrupted.", 130, debug)
-    except UserError as error:
-        fail(str(error), 2, debug)
-    except (HydraException, OmegaConfBaseException) as error:
-        fail(explain(error), 2, debug)
-    except Exception as error:
-        fail(f"{type(error).__name__}: {error} {DEBUG_HINT}", 1, debug)
-
-
-def fail(message: str, code: int, debug: bool) -> None:
-    """Print the message (after the traceback when asked for) and exit."""
-    if debug:
-        traceback.print_exc()
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    sys.exit(code)
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, (HydraException, OmegaConfBaseException)):
+        return explain(error)
+    return f"{type(error).__name__}: {error} (--debug shows the traceback)"
 
 
 def explain(error: Exception) -> str:

@@ -120,9 +120,7 @@ def prepare(config: dict[str, Any]) -> Job:
         context=plan.context,
         micro_batch=plan.micro,
         seed=config["seed"],
-        eval_tokens=t["val_tokens"],
-        workers=int(t["workers"]),
-        **{k: config["data"][k] for k in ("mask_documents", "packing", "align") if k in config["data"]},
+        **{key: config["data"][key] for key in ("mask_documents", "packing", "eval_tokens")},
     )
     return Job(config, corpus, model, data, plan, steps, accelerator, precision, compiled)
 
@@ -173,10 +171,11 @@ def open_folder(folder: Path, job: Job, *, again: bool) -> None:
 def fit(job: Job, folder: Path) -> None:
     """Lightning's loop with our callbacks."""
     import lightning.pytorch as pl
-    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
 
     from polarlm.training.callbacks import JsonLines, Recorder, StepSeed, Validation
-    from polarlm.training.checkpoints import SafeCheckpointIO
+    from polarlm.training.checkpoints import LastCheckpoint, SafeCheckpointIO
     from polarlm.training.loggers import build_loggers, finish_loggers
     from polarlm.training.module import LanguageModel
     from polarlm.training.probing import Probing
@@ -187,14 +186,7 @@ def fit(job: Job, folder: Path) -> None:
         batch_tokens=job.plan.tokens, flops_per_token=job.model.flops_per_token(job.plan.context), log_every=int(t["log_every"])
     )
     progress = Progress(recorder, job.plan.tokens)
-    checkpoint = ModelCheckpoint(
-        dirpath=folder / "checkpoints",
-        filename="last",
-        every_n_train_steps=int(t["checkpoint_every"]),
-        save_top_k=1,
-        save_on_exception=True,
-        enable_version_counter=False,
-    )
+    checkpoint = LastCheckpoint(folder / "checkpoints", int(t["checkpoint_every"]))
     module = LanguageModel(
         job.model,
         optim=config["optim"],
@@ -228,9 +220,13 @@ def fit(job: Job, folder: Path) -> None:
             enable_model_summary=False,
             log_every_n_steps=10**9,  # rows are written by Recorder
         )
-        last = folder / "checkpoints" / "last.ckpt"
-        trainer.fit(module, datamodule=job.data, ckpt_path=str(last) if last.exists() else None)
+        trainer.fit(module, datamodule=job.data, ckpt_path=str(checkpoint.path) if checkpoint.path.exists() else None)
         status = "finished"
+    except SystemExit as stop:
+        # Lightning turns Ctrl-C into exit code 1 and SIGTERM into 0; shells and schedulers expect 130 and 143.
+        progress.close()
+        print(f"Stopped at step {trainer.global_step}; the same command continues {folder}", file=sys.stderr)
+        sys.exit(143 if isinstance(stop, SIGTERMException) else 130)
     finally:
         progress.close()
         finish_loggers(loggers, status)
@@ -296,6 +292,6 @@ def quiet_libraries() -> None:
     """Silence what Lightning says to developers of Lightning; our own messages stay readable."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    for text in (".*does not have many workers.*", ".*LeafSpec.*", ".*Checkpoint directory.*", ".*isinstance\\(treespec.*"):
+    for text in (".*have no `validation_step`.*", ".*does not have many workers.*", ".*LeafSpec.*", ".*Checkpoint directory.*", ".*isinstance\\(treespec.*"):
         warnings.filterwarnings("ignore", message=text)
     warnings.filterwarnings("ignore", category=FutureWarning)

@@ -172,14 +172,15 @@ class Validation(pl.Callback):
         if not self.recorder.stepped(trainer):
             return
         if step == trainer.max_steps:
-            for split in trainer.datamodule.evaluation_splits():  # type: ignore[attr-defined]
-                self._run(trainer, module, split, whole=True)
+            for split in trainer.datamodule.corpus.splits:  # type: ignore[attr-defined]
+                if split != "train":
+                    self._run(trainer, module, split, whole=True)
         elif self.every and step % self.every == 0:
             self._run(trainer, module, "val", whole=False)
 
     def _run(self, trainer: Any, module: Any, split: str, *, whole: bool) -> None:
         began = time.perf_counter()
-        loader = trainer.datamodule.evaluation_loader(split, whole=whole)
+        loader = trainer.datamodule.eval_dataloader(split, whole=whole)
         done, total = 0, len(loader)
 
         def on_batch() -> None:
@@ -191,7 +192,7 @@ class Validation(pl.Callback):
         found = evaluate(
             module.model,
             loader,
-            bytes_per_token=trainer.datamodule.bytes_per_token(split),
+            bytes_per_token=trainer.datamodule.corpus.store(split).bytes_per_token,
             device=module.device,
             precision=trainer.strategy.precision_plugin.forward_context(),
             reduce=lambda totals: trainer.strategy.reduce(totals, reduce_op="sum"),

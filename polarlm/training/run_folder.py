@@ -15,26 +15,22 @@ from typing import Any
 
 import yaml
 
+from polarlm.data.atomic import write_beside
 from polarlm.errors import UserError
 
 # Settings that may change between a killed run and its continuation without making it another experiment.
 IRRELEVANT = ("name", "group", "resume", "runs_dir", "cache_dir", "logger", "sample", "diagnostics")
-IRRELEVANT_TRAINER = ("accelerator", "devices", "nodes", "strategy", "workers", "log_every", "checkpoint_every")
+IRRELEVANT_TRAINER = ("accelerator", "devices", "nodes", "strategy", "log_every", "checkpoint_every")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write beside, flush to disk, rename: a reader sees the old file or the new one, never half of one."""
+    """Write a text file atomically, making its folder when needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(beside, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    write_beside(path, text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write indented JSON atomically."""
+    """Write indented JSON atomically, keys in the order given."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 

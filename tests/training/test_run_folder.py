@@ -1,0 +1,80 @@
+import json
+
+import pytest
+import yaml
+
+from polarlm.errors import UserError
+from polarlm.training.callbacks import JsonLines
+from polarlm.training.run_folder import choose_folder, default_name
+
+
+@pytest.fixture
+def config(tmp_path):
+    return {
+        "seed": 1,
+        "name": None,
+        "resume": "auto",
+        "runs_dir": str(tmp_path),
+        "trainer": {"max_steps": 5, "devices": 1},
+        "choices": {"block": "polar", "model": "nano", "data": "pydocs"},
+    }
+
+
+def settle(folder, config, status):
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "summary.json").write_text(json.dumps({"status": status}))
+
+
+def test_the_same_command_continues_an_unfinished_run_and_never_overwrites_a_finished_one(config):
+    first, again, _ = choose_folder(config)
+    assert not again
+    settle(first, config, "running")
+    assert choose_folder(config)[:2] == (first, True)
+    (first / "summary.json").write_text(json.dumps({"status": "finished"}))
+    second, again, note = choose_folder(config)
+    assert (second.name, again) == (first.name + "-2", False)
+    assert str(second) in note
+
+
+def test_resume_never_starts_beside_an_unfinished_run(config):
+    first, _, _ = choose_folder(config)
+    settle(first, config, "running")
+    assert choose_folder({**config, "resume": "never"})[0].name == first.name + "-2"
+
+
+def test_an_unfinished_run_with_other_settings_is_not_continued_silently(config):
+    named = {**config, "name": "mine"}
+    settle(choose_folder(named)[0], named, "running")
+    changed = {**named, "trainer": {"max_steps": 9, "devices": 1}}
+    with pytest.raises(UserError, match=r"trainer.max_steps: 5 → 9"):
+        choose_folder(changed)
+    assert choose_folder({**named, "trainer": {"max_steps": 5, "devices": 2}})[1]  # where it runs may change
+
+
+def test_the_default_name_changes_with_what_decides_the_numbers_and_with_nothing_else(config):
+    name = default_name(config)
+    assert name.startswith("polar-nano-pydocs-seed1-")
+    assert default_name({**config, "logger": {"kind": "none"}}) == name
+    assert default_name({**config, "trainer": {"max_steps": 6, "devices": 1}}) != name
+
+
+@pytest.mark.parametrize("name", ["a/b", "../x", "a\nb"])
+def test_names_that_are_not_one_folder_are_refused(config, name):
+    with pytest.raises(UserError, match="folder name"):
+        choose_folder({**config, "name": name})
+
+
+def test_rewinding_metrics_drops_later_rows_and_a_torn_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 10}\n{"step": 20}\n{"step": 30}\n{"st')
+    lines = JsonLines(path)
+    lines.rewind(20)
+    assert [row["step"] for row in lines.rows()] == [10, 20]
+
+
+def test_infinite_losses_are_written_as_null_so_that_every_line_is_json(tmp_path):
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    lines.log_metrics({"step": 1, "train/loss": float("nan")})
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+    assert lines.rows() == [{"step": 1, "train/loss": None}]
