@@ -37,7 +37,7 @@ class IsotropicFilter:
     """
 
     model: RTModel
-    kernel: Kernel = "student"
+    kernel: Kernel = "student_mle"
     nu_t: float = 4.0
     tau: float = 1.0
     eta: float | None = None
@@ -49,7 +49,7 @@ class IsotropicFilter:
     def __call__(self, measurements: Tensor, times: Tensor | None = None) -> IsotropicEstimate:
         """Filter measurements (..., T, D) taken at times (T,), by default 0, 1, 2, …"""
         times = default_times(measurements) if times is None else times
-        cos, sin = phase_tables(times, self.model.frequencies.to(measurements.dtype))
+        cos, sin = phase_tables(times, self.model.omega.to(measurements.dtype))
         observed = rotate(self.model.latent(measurements), cos, sin, inverse=True)
         lag = (times.unsqueeze(-1) - times).clamp_min(0.0)
         decay = torch.exp(-self.model.mu * lag)
@@ -63,7 +63,7 @@ class IsotropicFilter:
             residual_variance = variance + eta2 if noisy_query else variance
             distance = decayed_residual(x, observed, decay) / residual_variance
             influence = log_influence(distance, self.kernel, dim=self.model.dim / 2, nu_t=self.nu_t, tau=self.tau)
-            weights, evidence = estimation_weights(-variance.log().expand_as(influence), influence, allowed)
+            weights, evidence = estimation_weights(-variance.log(), influence, allowed)
             x = (weights * decay) @ observed  # A_hat = A * E
         return IsotropicEstimate(rotate(x, cos, sin), weights, evidence)
 

@@ -50,14 +50,21 @@ def project_evidence(v: Tensor, v_bar: Tensor, log_evidence: Tensor) -> Tensor:
     """
     delta = v_bar - v  # not v_bar: the two differ as soon as heads differ in evidence (test H5)
     along = _dot(v, delta).sum(-2, keepdim=True)
-    return delta - v * (along * correction_weights(v, log_evidence).unsqueeze(-1))
+    shares = correction_shares(v, log_evidence).unsqueeze(-1)
+    return delta - v * (along * shares / _floor(_dot(v, v)))
 
 
-def correction_weights(v: Tensor, log_evidence: Tensor) -> Tensor:
-    """w_h = (1/P_h) / sum_h' r_h'^2/P_h' (..., H), max-shifted: only differences of log evidence matter."""
-    reluctance = torch.exp(-log_evidence - (-log_evidence).amax(-1, keepdim=True))  # in (0, 1], largest is 1
-    total = (_dot(v, v).squeeze(-1) * reluctance).sum(-1, keepdim=True)
-    return reluctance / _floor(total)
+def correction_shares(v: Tensor, log_evidence: Tensor) -> Tensor:
+    """How much of <v, delta> each head gives up: (r_h^2/P_h) / sum_h' r_h'^2/P_h' (..., H), summing to one.
+
+    A softmax, so only differences of log evidence matter and no evidence is too large or too small.
+    """
+    squared_radius = _dot(v, v).squeeze(-1)
+    floored = _floor(squared_radius)
+    logits = floored.log() - log_evidence
+    # A head with nothing in it cannot contribute to <v, Delta>, however little evidence it has.
+    logits = logits.masked_fill(squared_radius < floored, torch.finfo(logits.dtype).min)
+    return torch.softmax(logits, dim=-1)
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:

@@ -6,6 +6,11 @@ we (a Gaussian residual then has s/dim near 2). Student-t takes nu = nu_t * dim:
     gaussian      rho = s                                 w = 1
     exponential   rho = tau*d (1 - exp(-s/(tau*d)))       w = exp(-s/(tau*d))
     student       rho = d [1 - (1 + s/nu)^(-nu/d)]        w = (1 + s/nu)^(-(nu+d)/d)
+    student_mle   rho = nu log(1 + s/nu)                  w = 1/(1 + s/nu)
+
+`student` is the paper's, and what its logits use: the weight is a power of the Student-t density. It is not the weight
+that maximising a Student-t likelihood gives; that one is `student_mle`, which discards far less of an honest
+observation (tests/geometry/test_robust.py; docs/rt_filter.md has the difference in degrees).
 """
 
 from __future__ import annotations
@@ -15,8 +20,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Kernel = Literal["gaussian", "exponential", "student"]
-KERNELS: tuple[str, ...] = ("gaussian", "exponential", "student")
+Kernel = Literal["gaussian", "exponential", "student", "student_mle"]
+KERNELS: tuple[str, ...] = ("gaussian", "exponential", "student", "student_mle")
 
 
 def log_influence(
@@ -29,6 +34,8 @@ def log_influence(
         return exponential_log_weight(s, tau, dim)
     if kernel == "student":
         return student_log_weight(s, nu_t * dim, dim)
+    if kernel == "student_mle":
+        return power_law_log_weight(s, nu_t * dim, 1.0)
     raise ValueError(f"unknown kernel {kernel!r}; choose one of {', '.join(KERNELS)}")
 
 
@@ -43,7 +50,7 @@ def student_log_weight(s: Tensor, nu: float | Tensor, dim: float) -> Tensor:
 
 
 def power_law_log_weight(s: Tensor, nu: float | Tensor, power: float | Tensor) -> Tensor:
-    """-power * log(1 + s/nu): Appendix A's general form; power = (nu + d)/d is the Student-t weight."""
+    """-power * log(1 + s/nu): Appendix A's general form; (nu + d)/d is `student`, 1 is `student_mle`."""
     return -power * torch.log1p(s / nu)
 
 
@@ -60,6 +67,11 @@ def exponential_penalty(s: Tensor, tau: float | Tensor, dim: float) -> Tensor:
 def student_penalty(s: Tensor, nu: float | Tensor, dim: float) -> Tensor:
     """rho(s) = d [1 - (1 + s/nu)^(-nu/d)]: saturates at d, more slowly than the exponential."""
     return -dim * torch.expm1(-(nu / dim) * torch.log1p(s / nu))
+
+
+def student_mle_penalty(s: Tensor, nu: float | Tensor) -> Tensor:
+    """rho(s) = nu log(1 + s/nu): minus the Student-t log-likelihood, up to a factor; grows without bound."""
+    return nu * torch.log1p(s / nu)
 
 
 def estimation_weights(

@@ -27,6 +27,7 @@ from polarlm.geometry.transport import phase_tables, rotate
 
 Start = Literal["observation", "median"]
 Update = Literal["first_order", "geodesic"]
+Radial = Literal["own", "shared", "joint"]
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,17 @@ class RTEstimate:
 class RTFilter:
     """Estimate magnitude and direction of every latent state from the measurements up to its time.
 
+    The defaults are the most accurate choices of docs/rt_filter.md; the paper's are kernel="student", radial="own",
+    start="observation", iterations=1 (more iterations are its IRLS, one per Transformer layer).
     start: "observation" is the paper's query, the token's own measurement; "median" begins at the coordinate-wise
     median of the transported measurements, which an outlier at time i itself cannot capture.
+    radial: "own" weighs magnitudes by their own residuals, "shared" reuses the directional weights (both App. C);
+    "joint" multiplies own and directional influence: a measurement pointing the wrong way has c_ij near 0 and would
+    drag the magnitude down, however plausible c_ij m_ij looks to the radial residual alone.
     """
 
     model: RTModel
-    kernel: Kernel = "student"
+    kernel: Kernel = "student_mle"
     nu_t: float = 4.0
     nu_r: float = 4.0
     tau: float = 1.0
@@ -67,19 +73,22 @@ class RTFilter:
     update: Update = "first_order"
     iterations: int = 8
     start: Start = "median"
+    radial: Radial = "joint"
 
     def __post_init__(self) -> None:
         if self.update not in ("first_order", "geodesic"):
             raise ValueError(f"unknown update {self.update!r}; choose first_order or geodesic")
         if self.start not in ("observation", "median"):
             raise ValueError(f"unknown start {self.start!r}; choose observation or median")
+        if self.radial not in ("own", "shared", "joint"):
+            raise ValueError(f"unknown radial {self.radial!r}; choose own, shared or joint")
         if self.iterations < 1:
             raise ValueError(f"iterations must be at least 1, got {self.iterations}")
 
     def __call__(self, measurements: Tensor, times: Tensor | None = None) -> RTEstimate:
         """Filter measurements (..., T, D) taken at times (T,), by default 0, 1, 2, …"""
         times = default_times(measurements) if times is None else times
-        cos, sin = phase_tables(times, self.model.frequencies.to(measurements.dtype))
+        cos, sin = phase_tables(times, self.model.omega.to(measurements.dtype))
         observed = rotate(self.model.latent(measurements), cos, sin, inverse=True)  # Phi^-: stationary frame
         m_hat, u_hat = to_polar(observed, radius=1.0)
         lag = (times.unsqueeze(-1) - times).clamp_min(0.0)
@@ -90,8 +99,10 @@ class RTFilter:
         for iteration in range(self.iterations):
             # Query noise belongs in the residual only while the query is a raw measurement.
             noisy_query = iteration == 0 and self.start == "observation"
-            directional, evidence = self._directional_weights(u, u_hat, m_hat, lag, noisy_query)
-            radial = self._radial_weights(m, u, u_hat, carried, lag, noisy_query)
+            log_w, directional, evidence = self._directional_weights(u, u_hat, m_hat, lag, noisy_query)
+            radial = directional
+            if self.radial != "shared":
+                radial = self._radial_weights(m, u, u_hat, carried, lag, noisy_query, log_w)
             u_bar = directional @ u_hat
             m_bar = radial_consensus(radial, u @ u_hat.transpose(-1, -2), carried)
             concentration = mean_resultant_length(u_bar)
@@ -100,7 +111,7 @@ class RTFilter:
 
     def _directional_weights(
         self, u: Tensor, u_hat: Tensor, m_hat: Tensor, lag: Tensor, noisy_query: bool
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         noise = {
             "mu": self.model.mu,
             "eta_k2": self.model.eta_t**2,
@@ -112,11 +123,11 @@ class RTFilter:
         if noisy_query:
             residual = log_kappa_tilde(m_hat.unsqueeze(-2), lag, eta_q2=self.model.eta_t**2, **noise)
         distance = residual.exp() * squared_chord(u, u_hat)  # Eq. mahalanobis
-        influence = log_influence(distance, self.kernel, dim=self.model.dim / 2, nu_t=self.nu_t, tau=self.tau)
-        return estimation_weights(kappa, influence, causal_mask(lag.shape[-1], lag.device))
+        log_w = log_influence(distance, self.kernel, dim=self.model.dim / 2, nu_t=self.nu_t, tau=self.tau)
+        return log_w, *estimation_weights(kappa, log_w, causal_mask(lag.shape[-1], lag.device))
 
     def _radial_weights(
-        self, m: Tensor, u: Tensor, u_hat: Tensor, carried: Tensor, lag: Tensor, noisy_query: bool
+        self, m: Tensor, u: Tensor, u_hat: Tensor, carried: Tensor, lag: Tensor, noisy_query: bool, log_w: Tensor
     ) -> Tensor:
         noise = {"mu": self.model.mu, "eta_k2": self.model.eta_r**2, "sigma02": self.sigma_r0**2}
         rho = log_rho(lag, **noise)
@@ -125,7 +136,9 @@ class RTFilter:
         distance = residual.exp() * (predicted - m.unsqueeze(-1)) ** 2
         # One degree of freedom: Student-t has exponent nu_r + 1 here (Algorithm 1 prints it without).
         influence = log_influence(distance, self.kernel, dim=1, nu_t=self.nu_r, tau=self.tau)
-        return estimation_weights(rho.expand_as(influence), influence, causal_mask(lag.shape[-1], lag.device))[0]
+        if self.radial == "joint":
+            influence = influence + log_w
+        return estimation_weights(rho, influence, causal_mask(lag.shape[-1], lag.device))[0]
 
     def _step(self, m: Tensor, u: Tensor, m_bar: Tensor, u_bar: Tensor) -> tuple[Tensor, Tensor]:
         if self.update == "geodesic":  # the exponential map of R+ x S, component by component

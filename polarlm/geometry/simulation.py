@@ -7,7 +7,7 @@ noise = eta_r * n_r * u + eta_t * P_T(u) n_t      along the state, and in its ta
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -32,17 +32,22 @@ class RTModel:
     mu: float = 0.0
     eta_r: float = 0.3
     eta_t: float = 0.05
-    frequencies: Tensor = field(default=None)  # type: ignore[assignment]  # (dim/2,), RoPE's with base 100 if None
+    frequencies: Tensor | None = None  # (dim/2,); RoPE's with base 100 if None, so that every mode visibly turns
     observation: Tensor | None = None  # M = C S, an invertible (dim, dim) matrix
 
     def __post_init__(self) -> None:
-        if self.frequencies is None:
-            object.__setattr__(self, "frequencies", rotary_frequencies(self.dim, 100.0, dtype=torch.float64))
-        if self.frequencies.shape != (self.dim // 2,) or self.dim % 2:
-            found = tuple(self.frequencies.shape)
-            raise ValueError(f"dim={self.dim} needs dim to be even and dim/2 frequencies; got frequencies {found}")
+        if self.dim % 2 or self.omega.shape != (self.dim // 2,):
+            found = "none" if self.frequencies is None else tuple(self.frequencies.shape)
+            raise ValueError(f"dim must be even with dim/2 frequencies; got dim={self.dim} and frequencies {found}")
         if min(self.eta_r, self.eta_t) <= 0 or self.mu < 0:
             raise ValueError(f"eta_r, eta_t must be > 0 and mu >= 0; got {self.eta_r}, {self.eta_t}, {self.mu}")
+
+    @property
+    def omega(self) -> Tensor:
+        """Angular frequency of each complex mode (dim/2,)."""
+        if self.frequencies is None:
+            return rotary_frequencies(self.dim, 100.0, dtype=torch.float64)
+        return self.frequencies
 
     def latent(self, measurements: Tensor) -> Tensor:
         """Measurements z in the eigenbasis: (C S)^{-1} z (Eq. latent_observation)."""
@@ -89,7 +94,7 @@ def simulate(
 
     times = torch.arange(steps, dtype=torch.float64)
     start = normalise(normal(*batch, 1, model.dim))
-    states = transport(start, times, model.frequencies, model.mu)  # (..., T, D)
+    states = transport(start, times, model.omega, model.mu)  # (..., T, D)
     magnitude, direction = to_polar(states, radius=1.0)
 
     along = model.eta_r * normal(*batch, steps, 1) * direction

@@ -66,8 +66,13 @@ def log_map(u: Tensor, target: Tensor) -> Tensor:
     """Log_u(target): the tangent vector at u that walks to the direction of `target` (its length is ignored)."""
     tangent = tangential_part(u, target)
     length = torch.linalg.vector_norm(tangent, dim=-1, keepdim=True)
-    unit = tangent / length.clamp_min(torch.finfo(u.dtype).tiny)  # zero stays zero: nowhere to go
-    return unit * angle_between(u, target).unsqueeze(-1) * _norm(u)
+    along = (u * target).sum(-1, keepdim=True) / _norm(u)
+    angle = torch.atan2(length, along)
+    # angle/length -> 1/along where target already points along u; written so, value and gradient are right at u itself.
+    tiny = torch.finfo(u.dtype).tiny
+    near = (length <= torch.finfo(u.dtype).eps * along) & (along > 0)
+    per_length = torch.where(near, 1.0 / torch.where(near, along, 1.0), angle / length.clamp_min(tiny))
+    return tangent * per_length * _norm(u)
 
 
 def angle_between(u: Tensor, x: Tensor) -> Tensor:
