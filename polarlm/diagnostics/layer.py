@@ -16,6 +16,7 @@ from polarlm.attention.mixer import Record, merge_heads, visible
 from polarlm.geometry import rotary_tables, rotate
 
 TINY = 1e-12
+MIN_STEP = 1e-6  # a step this much smaller than its state is rounding: a first token under projection stands still
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,12 @@ def cosine(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(size > TINY, (a * b).sum(-1) / size.clamp_min(TINY), torch.nan)
 
 
+def tangency(state: Tensor, step: Tensor) -> Tensor:
+    """cos∠(state, step): 0 when the step is tangent to the sphere; NaN where the step is only rounding noise."""
+    moved = step.norm(dim=-1) > MIN_STEP * state.norm(dim=-1)
+    return torch.where(moved, cosine(state, step), torch.nan)
+
+
 def angle(a: Tensor, b: Tensor) -> Tensor:
     """∠(a, b) in radians, accurate for small angles where arccos is not (Kahan)."""
     a, b = a / a.norm(dim=-1, keepdim=True).clamp_min(TINY), b / b.norm(dim=-1, keepdim=True).clamp_min(TINY)
@@ -111,12 +118,11 @@ def angle(a: Tensor, b: Tensor) -> Tensor:
 def correlation(x: Tensor, y: Tensor) -> Tensor:
     """Pearson correlation over the last axis; NaN when one of them does not vary."""
     x, y = x - x.mean(-1, keepdim=True), y - y.mean(-1, keepdim=True)
-    size = x.norm(dim=-1) * y.norm(dim=-1)
-    return torch.where(size > TINY, (x * y).sum(-1) / size.clamp_min(TINY), torch.nan)
+    return (x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1))
 
 
 def fit(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Slope and R² of the least-squares line y = a + slope·x over the last axis."""
+    """Slope and R² of the least-squares line y = a + slope·x over the last axis; NaN when x does not vary."""
     centred = x - x.mean(-1, keepdim=True)
-    slope = (centred * (y - y.mean(-1, keepdim=True))).sum(-1) / centred.square().sum(-1).clamp_min(TINY)
+    slope = (centred * (y - y.mean(-1, keepdim=True))).sum(-1) / centred.square().sum(-1)
     return slope, correlation(x, y).square()

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from polarlm.attention.mixer import Record
 from polarlm.diagnostics.attention import attention_values, by_lag, probe_lags
@@ -62,15 +63,22 @@ class Probe:
 @torch.no_grad()
 def run_probe(model: GPT, tokens: Tensor, documents: Tensor | None = None) -> Probe:
     """Probe a model on tokens (B, T)."""
-    training = model.training
+    reader = _Reader(model, documents)
+    with eval_mode(model):
+        logits = model(tokens, documents=documents, record=reader)
+    return reader.probe(_next_token_loss(logits, tokens, documents))
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside, every module's own mode again afterwards."""
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        reader = _Reader(model, documents)
-        logits = model(tokens, documents=documents, record=reader)
+        yield
     finally:
-        model.train(training)
-    loss = _next_token_loss(logits, tokens, documents)
-    return reader.probe(loss)
+        for module, training in modes.items():
+            module.training = training
 
 
 class _Reader(list):
@@ -110,13 +118,8 @@ class _Reader(list):
             log_m = samples["radial/magnitude"].clamp_min(1e-12).log()
             values["radial/magnitude_loss_correlation"] = correlation(log_m[counted], loss[counted])
         streams = [*self.streams, stream_values(self.last)]
-        values = {f"radial/{name}": _numbers([s[name] for s in streams]) for name in streams[0]}
-        for name in self.values[0]:
-            values[name] = _numbers([layer[name] for layer in self.values])
-        profiles = {
-            name: {"x": self.lags, "y": _numbers([layer[name] for layer in self.profiles]), "xlabel": "lag"}
-            for name in self.profiles[0]
-        }
+        values = {f"radial/{name}": numbers for name, numbers in _stack(streams).items()} | _stack(self.values)
+        profiles = {name: {"x": self.lags, "y": y, "xlabel": "lag"} for name, y in _stack(self.profiles).items()}
         histograms = {name: [_histogram(layer[name]) for layer in self.samples] for name in self.samples[0]}
         return Probe(len(self.values), self.heads, values, profiles, histograms)
 
@@ -148,8 +151,14 @@ def _next_token_loss(logits: Tensor, tokens: Tensor, documents: Tensor | None) -
     return loss
 
 
-def _numbers(per_layer: list[Tensor]) -> Any:
-    return _finite(torch.stack(per_layer).tolist())
+def _stack(layers: list[dict[str, Tensor]]) -> dict[str, Any]:
+    # {name: [layer][…]}; a layer that lacks what another has (XSA on some layers only) is None there.
+    samples = {name: value for layer in reversed(layers) for name, value in layer.items()}
+    stacked = {}
+    for name, sample in samples.items():
+        nothing = torch.full_like(sample, torch.nan)
+        stacked[name] = _finite(torch.stack([layer.get(name, nothing) for layer in layers]).tolist())
+    return stacked
 
 
 def _finite(tree: Any) -> Any:

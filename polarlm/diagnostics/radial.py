@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from polarlm.attention.mixer import merge_heads
-from polarlm.diagnostics.layer import TINY, Layer, angle, cosine, fit, root_mean_square, wide
-
-MIN_ANGLE = 1e-6  # below this a step did not turn the state (a document's first token under projection)
+from polarlm.diagnostics.layer import MIN_STEP, TINY, Layer, angle, fit, root_mean_square, tangency, wide
 
 
 def radial_values(layer: Layer) -> dict[str, Tensor]:
@@ -39,9 +37,9 @@ def radial_values(layer: Layer) -> dict[str, Tensor]:
         "magnitude": m.mean(),
         "magnitude_std": m.std(),
         "magnitude_max": m.max(),
-        "tangency_latent": cosine(state, tangent).nanmean(),
-        "tangency_attention": cosine(layer.before, layer.middle - layer.before).nanmean(),
-        "tangency_ffn": cosine(layer.middle, layer.after - layer.middle).nanmean(),
+        "tangency_latent": tangency(state, tangent).nanmean(),
+        "tangency_attention": tangency(layer.before, layer.middle - layer.before).nanmean(),
+        "tangency_ffn": tangency(layer.middle, layer.after - layer.middle).nanmean(),
         "angular_step_latent": step.mean(),
         "angular_step_attention": angle(layer.before, layer.middle).mean(),
         "angular_step_ffn": angle(layer.middle, layer.after).mean(),
@@ -51,10 +49,8 @@ def radial_values(layer: Layer) -> dict[str, Tensor]:
     values["growth_slope"], values["growth_r2"] = fit(predicted.flatten(), stream.flatten())
     values["growth_latent_slope"], values["growth_latent_r2"] = fit(predicted.flatten(), latent.flatten())
     # The paper's resistance: a state of large magnitude turns less, angle ∝ 1/m, slope −1 on log-log axes.
-    turned = step.flatten() > MIN_ANGLE
-    if turned.sum() > 2:
-        log_m, log_step = m.flatten()[turned].clamp_min(TINY).log(), step.flatten()[turned].log()
-        values["resistance_slope"], values["resistance_r2"] = fit(log_m, log_step)
+    turned = step > MIN_STEP
+    values["resistance_slope"], values["resistance_r2"] = fit(m[turned].clamp_min(TINY).log(), step[turned].log())
     if "delta_m" in layer.record:
         values["delta_m"] = delta_m.mean()
         values["delta_m_relative"] = (delta_m / m.clamp_min(TINY)).mean()

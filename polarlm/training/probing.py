@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polarlm.diagnostics import run_probe
+from polarlm.diagnostics import eval_mode, run_probe
 from polarlm.errors import UserError
 from polarlm.training.callbacks import JsonLines, Recorder
 
@@ -66,7 +66,8 @@ class Probing(pl.Callback):
                         logger.log_probe(found, step=step, tokens=tokens)
                 scalars = found.scalars()
             elif is_sharded(module.model):
-                take_part(module.model, batch)
+                with torch.no_grad(), eval_mode(module.model):
+                    module.model(batch["tokens"], documents=batch.get("documents"))
         self.recorder.pause(time.perf_counter() - began)
         return scalars
 
@@ -88,12 +89,3 @@ def is_sharded(model: torch.nn.Module) -> bool:
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(model, FSDPModule)
-
-
-@torch.no_grad()
-def take_part(model: torch.nn.Module, batch: dict[str, Tensor]) -> None:
-    """The forward pass of a rank that only lends its shards."""
-    training = model.training
-    model.eval()
-    model(batch["tokens"], documents=batch.get("documents"))
-    model.train(training)
