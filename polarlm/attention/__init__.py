@@ -1,6 +1,17 @@
 """Token mixers: the attention half of a block, one file per idea."""
 
+from polarlm.attention.exclusive import ExclusiveAttention
 from polarlm.attention.mixer import KeyValueCache, Mixer, MixerShape
+from polarlm.attention.polar import PolarAttention
+from polarlm.attention.robust_filter import RobustFilterAttention
 from polarlm.attention.standard import StandardAttention
 
-__all__ = ["KeyValueCache", "Mixer", "MixerShape", "StandardAttention"]
+__all__ = [
+    "ExclusiveAttention",
+    "KeyValueCache",
+    "Mixer",
+    "MixerShape",
+    "PolarAttention",
+    "RobustFilterAttention",
+    "StandardAttention",
+]

@@ -1,0 +1,118 @@
+"""The scalars of a filter as trainable parameters: positive, initialised exactly, frozen one by one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from polarlm.errors import UserError
+
+ZERO_SHARE = 0.25  # share of heads without decay when `mu` is spread over the heads
+DECADES = 2.0  # the other heads' decay rates cover this many powers of ten below `mu`
+NOISE_SPLIT = {"k": 0.4, "q": 0.4, "0": 0.2}  # how a matched total variance divides over key, query and floor
+
+Value = float | Sequence[float]
+
+
+class Positive(nn.Module):
+    """softplus(raw), initialised through its inverse; entries given as exactly 0 stay 0."""
+
+    optim_group = "estimator"
+
+    def __init__(self, value: Tensor, learn: bool = True) -> None:
+        super().__init__()
+        value = value.to(torch.float64)
+        self.register_buffer("live", value > 0, persistent=False)
+        # softplus cannot reach 0, so an exact 0 is a mask, not a value to learn from.
+        raw = torch.where(self.live, inverse_softplus(value.clamp_min(1e-12)), 0.0).float()
+        if learn and bool(self.live.any()):
+            self.raw = nn.Parameter(raw)
+        else:
+            self.register_buffer("raw", raw)
+
+    def forward(self) -> Tensor:
+        """The parameter's value, fp32 or better."""
+        raw = self.raw.to(torch.promote_types(self.raw.dtype, torch.float32))
+        return torch.where(self.live, F.softplus(raw), 0.0)
+
+
+class Estimator(nn.ModuleDict):
+    """The named positive parameters of one block; `estimator.values()`-like access is `read()`."""
+
+    def __init__(self, values: Mapping[str, Tensor], frozen: Iterable[str], known: Iterable[str]) -> None:
+        known = list(known)
+        for name in frozen:
+            if name not in known:
+                raise UserError(f"block.frozen names {name!r}; this block's parameters are {', '.join(known)}.")
+        frozen = set(frozen)
+        super().__init__({name: Positive(value, learn=name not in frozen) for name, value in values.items()})
+
+    def read(self) -> dict[str, Tensor]:
+        """Every parameter's current value; computed once per forward pass and handed on."""
+        return {name: parameter() for name, parameter in self.items()}
+
+
+def inverse_softplus(value: Tensor) -> Tensor:
+    """x with softplus(x) = value > 0, accurate for small and large values."""
+    return value + torch.log(-torch.expm1(-value))
+
+
+def per_head(name: str, value: Value, heads: int) -> Tensor:
+    """One number for all heads or a list with one per head -> (heads,), checked to be >= 0 and finite."""
+    values = torch.as_tensor(value, dtype=torch.float64).flatten()
+    if values.numel() not in (1, heads):
+        raise UserError(f"block.{name} has {values.numel()} values; give one number, or one per head ({heads}).")
+    _check(name, values)
+    return values.expand(heads).clone()
+
+
+def scalar(name: str, value: float) -> Tensor:
+    """A number shared by all heads -> (), checked to be >= 0 and finite."""
+    number = torch.as_tensor(value, dtype=torch.float64)
+    if number.dim():
+        raise UserError(f"block.{name} is {value}; it is shared by all heads, so give one number.")
+    _check(name, number)
+    return number
+
+
+def decay_rates(name: str, mu: Value, spread: bool, heads: int) -> Tensor:
+    """Decay rate per head: as given, or (spread) a quarter of the heads exactly 0 and the rest log-spaced up to mu.
+
+    One common rate is a bad start: heads that must look far cannot, and heads that need recency get too little
+    (reading.md section 5). Rates of 0 stay 0, so some heads always see the whole context.
+    """
+    rates = per_head(name, mu, heads)
+    if not spread or not isinstance(mu, (int, float)) or heads == 1:
+        return rates
+    zeros = max(1, round(ZERO_SHARE * heads))
+    fraction = (
+        torch.linspace(-DECADES, 0.0, heads - zeros, dtype=torch.float64) if heads - zeros > 1 else torch.zeros(1)
+    )
+    return torch.cat((torch.zeros(zeros, dtype=torch.float64), rates[zeros:] * 10**fraction))
+
+
+def matched_variance(kernel: str, head_dim: int, nu: Tensor, tau: Tensor, numerator: float = 1.0) -> Tensor:
+    """Total noise variance that gives a fresh block the logit range of QK-normed dot-product attention (section 5).
+
+    That range, from cos = 0 to cos = 1, is sqrt(Dh). With ||q||^2 = ||k||^2 = d_h the residual term at cos = 0 is
+    x = 2*numerator/S: the exponential kernel gives x/tau, Student-t (nu+1)*log(1 + x/nu).
+    """
+    target = math.sqrt(head_dim)
+    x = nu * torch.expm1(target / (nu + 1)) if kernel == "student" else tau * target
+    return 2 * numerator / x
+
+
+def choice(name: str, value: str, allowed: Sequence[str]) -> str:
+    """A switch's value, checked against what it may be."""
+    if value not in allowed:
+        raise UserError(f"block.{name} is {value!r}; allowed: {', '.join(allowed)}.")
+    return value
+
+
+def _check(name: str, values: Tensor) -> None:
+    if not bool((torch.isfinite(values) & (values >= 0)).all()):
+        raise UserError(f"block.{name} is {values.tolist()}; it must be finite and not negative.")

@@ -1,0 +1,37 @@
+"""Exclusive Self Attention (Zhai 2026): what a head brings back never includes the token's own value direction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from polarlm.attention.mixer import MixerShape
+from polarlm.attention.standard import StandardAttention
+from polarlm.errors import UserError
+from polarlm.geometry import project
+
+
+class ExclusiveAttention(StandardAttention):
+    """Standard attention, then z_h = y_h - <y_h, v_h> v_h / ||v_h||^2 in every head (of the chosen layers)."""
+
+    def __init__(
+        self,
+        shape: MixerShape,
+        qk_norm: bool = False,
+        rotate_values: bool = False,
+        layers: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(shape, qk_norm=qk_norm, rotate_values=rotate_values)
+        outside = [layer for layer in layers or () if not 0 <= layer < shape.n_layer]
+        if outside:
+            raise UserError(f"block.layers names layer {outside[0]}, but the layers are 0 to {shape.n_layer - 1}.")
+        self.exclusive = layers is None or shape.layer in layers
+
+    def combine(self, v_bar: Tensor, own: Tensor) -> Tensor:
+        """Remove each head's own value direction; a group of query heads shares one value head by broadcasting."""
+        if not self.exclusive:
+            return v_bar
+        groups = v_bar.unflatten(1, (own.shape[1], -1))  # (B, G, H/G, T, Dh)
+        # Heads are an axis like any other here, so the single-vector projection applies to all of them at once.
+        return project(own.unsqueeze(2).expand_as(groups), groups, mode="per_head").flatten(1, 2)

@@ -1,0 +1,271 @@
+"""The Polar Transformer's attention: Algorithm 1, with several heads as in Appendix D.
+
+Conventions (one choice makes every factor of the printed algorithm consistent):
+the value direction v sits at radius sqrt(D), so its channels have RMS 1, and the magnitude m is the RMS of W_v z; hence
+m*v = W_v z, and alpha*Delta + beta*dm*v is the differential of m*v. q and k sit at radius s*sqrt(d_h), d_h = Dh/2
+complex modes. Products are real: <a, b> = Re a^H b.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from polarlm.attention.estimator import (
+    NOISE_SPLIT,
+    Estimator,
+    Value,
+    choice,
+    decay_rates,
+    matched_variance,
+    per_head,
+    scalar,
+)
+from polarlm.attention.kernels import KERNELS, DirectionalNoise, RadialNoise, robust_attention
+from polarlm.attention.mixer import (
+    INIT_STD,
+    KeyValueCache,
+    Mixer,
+    MixerShape,
+    Record,
+    Rotary,
+    linear,
+    residual_std,
+    split_heads,
+)
+from polarlm.attention.robust import on_sphere, record_estimate, robust_flops
+from polarlm.errors import UserError
+from polarlm.geometry import project, rotate
+from polarlm.geometry.multihead import PROJECTIONS
+
+DIRECTIONAL = ("nu_t", "eta_tq", "eta_tk", "sigma_t0", "m_inf", "mu", "tau", "radius", "alpha")
+RADIAL = ("nu_r", "eta_rq", "eta_rk", "sigma_r0", "beta")
+PARAMETERS = DIRECTIONAL + RADIAL + ("gain",)
+SPHERE_EPS = 1e-12  # only keeps the zero vector finite: a fresh un-normalised stream is small but meaningful
+
+
+class PolarAttention(Mixer):
+    """Robust directional estimate per head, tangent projection over heads, radial estimate of the magnitude.
+
+    Noises left as None share the total variance that matches the logit range of QK-normed attention.
+    """
+
+    def __init__(
+        self,
+        shape: MixerShape,
+        kernel: str = "student",
+        projection: str = "evidence",
+        radial: str = "own",
+        rotate_values: bool = True,
+        norm_position: str = "both",
+        norm_scope: str = "per_head",
+        lift: int = 1,
+        magnitude: str | bool = "on",
+        norm_values: bool = True,
+        nu_t: Value = 4.0,
+        tau: Value = 1.0,
+        eta_tq: Value | None = None,
+        eta_tk: Value | None = None,
+        sigma_t0: Value | None = None,
+        m_inf: float = 0.1,
+        mu: Value = 0.01,
+        mu_spread: bool = True,
+        radius: float = 1.0,
+        alpha: float = 1.0,
+        beta: float = 0.1,
+        nu_r: float = 4.0,
+        eta_rq: float = 0.316,
+        eta_rk: float = 0.316,
+        sigma_r0: float = 0.316,
+        frozen: Sequence[str] = ("alpha",),
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(shape)
+        self.kernel = choice("kernel", kernel, KERNELS)
+        self.projection = choice("projection", projection, PROJECTIONS)
+        self.radial = choice("radial", radial, ("off", "own", "shared"))
+        self.norm_position = choice("norm_position", norm_position, ("post", "pre", "both"))
+        self.norm_scope = choice("norm_scope", norm_scope, ("global", "per_head"))
+        # `on` and `off` are booleans in YAML, words on the command line.
+        self.magnitude = (
+            choice("magnitude", {True: "on", False: "off"}.get(magnitude, magnitude), ("on", "off")) == "on"
+        )
+        if lift not in (1, 2):
+            raise UserError(
+                f"block.lift is {lift}; allowed: 1 (parameter parity with standard), 2 (the paper's d -> 2d)."
+            )
+        self.lift, self.rotate_values, self.norm_values, self.backend = lift, rotate_values, norm_values, backend
+        if self.radial != "off" and not (self.magnitude and norm_values):
+            raise UserError(
+                f"block.radial={radial} estimates the magnitude of normalised values; it needs block.magnitude=on and "
+                "block.norm_values=true. Set those, or block.radial=off."
+            )
+        # Only `both` gets a normalised stream; `post` needs it raw, `pre` splits off its magnitude itself.
+        self.pre_norm = norm_position == "both"
+
+        d, heads, groups, size = shape.d_model, shape.n_head, shape.n_kv_head, self.rotary_dim
+        # Un-normalised q and k must come out at radius sqrt(d_h) by themselves.
+        qk_std = (2 * d) ** -0.5 if norm_position == "pre" else INIT_STD
+        self.qk = linear(d, (heads + groups) * size, qk_std) if kernel != "gaussian" else None
+        self.v = linear(d, groups * size, d**-0.5)  # m starts at 1 on a unit-RMS input
+        self.v.optim_group = "no_decay"  # v is normalised: decay would only let m drift
+        self.out = linear(heads * size, d, residual_std(shape.n_layer))
+
+        values = {"nu_t": per_head("nu_t", nu_t, heads), "tau": per_head("tau", tau, heads)}
+        values |= {"radius": scalar("radius", radius), "m_inf": scalar("m_inf", m_inf)}
+        information = values["radius"].square() * ((1 + values["m_inf"].square()) if self.magnitude else 1.0)
+        total = matched_variance(kernel, size, values["nu_t"], values["tau"]) * information
+        given = {"eta_tk": (eta_tk, "k"), "eta_tq": (eta_tq, "q"), "sigma_t0": (sigma_t0, "0")}
+        for name, (value, share) in given.items():
+            values[name] = (NOISE_SPLIT[share] * total).sqrt() if value is None else per_head(name, value, heads)
+        values["mu"] = decay_rates("mu", mu, mu_spread, heads)
+        given = {"nu_r": nu_r, "eta_rq": eta_rq, "eta_rk": eta_rk, "sigma_r0": sigma_r0, "alpha": alpha, "beta": beta}
+        values |= {name: scalar(name, value) for name, value in given.items()}
+        values["gain"] = torch.tensor(1 / self._stream_rms())
+        used = {name: value for name, value in values.items() if name not in self._without_effect()}
+        self.estimator = Estimator(used, frozen, PARAMETERS)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Real channels per head: Dh, doubled by the paper's lift to complex numbers."""
+        return self.lift * self.shape.head_dim
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        rotary: Rotary,
+        documents: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        record: Record | None = None,
+    ) -> Tensor:
+        """Algorithm 1, steps 1 to 8; steps 9 and 10 (residual, feed-forward) are the block's."""
+        parameters = self.estimator.read()
+        q, k, v, m = self._project(x, parameters)  # step 1
+
+        q_turned, k_turned = rotate(q, *rotary), rotate(k, *rotary)  # step 2
+        v_turned = rotate(v, *rotary) if self.rotate_values else v
+        m_seen = m
+        if cache is not None:
+            k_turned, v_turned, m_seen = cache.append(k_turned, v_turned, m)
+
+        noise = self._directional_noise(parameters)
+        output = robust_attention(  # steps 3 to 6
+            q_turned,
+            k_turned,
+            v_turned,
+            m_seen if self.magnitude else None,
+            noise,
+            kernel=self.kernel,
+            radial=self._radial_noise(parameters),
+            radial_mode=self.radial,
+            documents=documents,
+            backend=self.backend if record is None else "reference",
+            dropout=self.shape.dropout if self.training else 0.0,
+            return_weights=record is not None,
+        )
+        v_bar = rotate(output.v_bar, *rotary, inverse=True) if self.rotate_values else output.v_bar
+
+        # Step 7. Grouped value heads stand for each of their query heads (B, T, H, Dh).
+        own = v.repeat_interleave(v_bar.shape[1] // v.shape[1], dim=1).transpose(1, 2)
+        wide = torch.promote_types(v.dtype, torch.float32)
+        tangent = project(
+            own.to(wide), v_bar.transpose(1, 2).to(wide), output.log_evidence.transpose(1, 2), self.projection
+        )
+        step = directional = parameters["alpha"] * tangent
+        if output.m_bar is not None:
+            delta_m = output.m_bar - m
+            step = directional + (parameters["beta"] * delta_m)[..., None, None] * own
+
+        if record is not None:
+            record.update(
+                q=q, k=k, v=v, magnitude=m, v_bar=v_bar, update=directional.transpose(1, 2), params=parameters
+            )
+            record_estimate(record, output, noise, m_seen if self.magnitude else None)
+            if output.m_bar is not None:
+                record["delta_m"] = delta_m
+        return self.out(step.flatten(-2).to(v.dtype))  # step 8
+
+    def _project(self, x: Tensor, parameters: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Step 1: q, k, v (B, heads, T, Dh) on their spheres, magnitude m (B, T)."""
+        heads, groups, size = self.shape.n_head, self.shape.n_kv_head, self.rotary_dim
+        m = None
+        if self.norm_position == "post":
+            x = parameters["gain"] * x
+        elif self.norm_position == "pre":  # the sphere is the stream's: m = |z|, and v only roughly on its own
+            m, x = on_sphere(x, 1.0, SPHERE_EPS)
+            m = parameters["gain"] * m
+        v = self.v(x)
+        if m is None:
+            m, direction = on_sphere(v, 1.0, SPHERE_EPS)
+            v = direction if self.norm_values else v
+        v, m = split_heads(v, groups), m.squeeze(-1)
+        if self.qk is None:  # the Gaussian kernel weighs by precision alone: q and k have no say
+            return v.new_zeros(v.shape[0], heads, *v.shape[2:]), torch.zeros_like(v), v, m
+
+        qk = self.qk(x)
+        radius = parameters["radius"] * 0.5**0.5  # |q|^2 = s^2 d_h = s^2 Dh/2
+        if self.norm_position == "pre":
+            qk = qk * parameters["radius"].to(qk.dtype)
+        elif self.norm_scope == "global":
+            parts = qk.split([heads * size, groups * size], dim=-1)
+            qk = torch.cat([on_sphere(part, radius, SPHERE_EPS)[1] for part in parts], dim=-1)
+        qk = split_heads(qk, heads + groups)
+        if self.norm_position != "pre" and self.norm_scope == "per_head":
+            _, qk = on_sphere(qk, radius, SPHERE_EPS)
+        q, k = qk.split([heads, groups], dim=1)
+        return q, k, v, m
+
+    def _directional_noise(self, parameters: dict[str, Tensor]) -> DirectionalNoise:
+        mu = parameters["mu"]
+        zero = torch.zeros_like(mu)
+        return DirectionalNoise(
+            mu=mu,
+            eta_k2=parameters["eta_tk"].square(),
+            eta_q2=parameters["eta_tq"].square() if "eta_tq" in parameters else zero,
+            sigma02=parameters["sigma_t0"].square(),
+            m_inf2=parameters["m_inf"].square().expand_as(mu) if "m_inf" in parameters else zero,
+            nu=parameters.get("nu_t"),
+            tau=parameters.get("tau"),
+        )
+
+    def _radial_noise(self, parameters: dict[str, Tensor]) -> RadialNoise | None:
+        if self.radial == "off":
+            return None
+        zero = parameters["beta"].new_zeros(())
+        # Magnitudes do not decay in the radial channel: decay would shrink equal magnitudes (reading.md E20).
+        if self.radial == "shared":
+            return RadialNoise(mu=zero, eta_k2=zero, eta_q2=zero, sigma02=zero + 1, nu=zero + 1)
+        return RadialNoise(
+            mu=zero,
+            eta_k2=parameters["eta_rk"].square(),
+            eta_q2=parameters["eta_rq"].square(),
+            sigma02=parameters["sigma_r0"].square(),
+            nu=parameters["nu_r"],
+        )
+
+    def _without_effect(self) -> set[str]:
+        """Parameters that the chosen switches leave no use for; they are not created."""
+        idle = {"student": {"tau"}, "exponential": {"nu_t"}, "gaussian": {"nu_t", "tau", "eta_tq", "radius"}}[
+            self.kernel
+        ]
+        idle |= {"off": set(RADIAL), "shared": set(RADIAL) - {"beta"}, "own": set()}[self.radial]
+        if not self.magnitude:
+            idle |= {"m_inf"}
+        return idle | ({"gain"} if self.norm_position == "both" else set())
+
+    def _stream_rms(self) -> float:
+        """RMS of a fresh model's residual stream where this layer reads it."""
+        return INIT_STD * (1 + 2 * self.shape.layer) ** 0.5
+
+    def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> KeyValueCache:
+        """Rotated keys, values and their magnitudes."""
+        return KeyValueCache(batch, self.shape.n_kv_head, length, self.rotary_dim, device, dtype, magnitude=True)
+
+    def flops_per_token(self, context: int) -> int:
+        """Projections, robust attention, and the full-vector correlation of the radial channel."""
+        layers = [layer for layer in (self.qk, self.v, self.out) if layer is not None]
+        attention = robust_flops(context, self.shape.n_head, self.rotary_dim, radial=self.radial != "off")
+        return 2 * sum(layer.weight.numel() for layer in layers) + attention

@@ -1,0 +1,143 @@
+"""Robust Filter Attention (Racioppo 2025; Appendix A): attention as a robust filter of an isotropic linear SDE.
+
+Keys and values decay as they are carried forward, precision is the inverse of the propagated covariance, and the
+influence of a key falls with its Mahalanobis distance from the query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from polarlm.attention.estimator import Estimator, Value, choice, decay_rates, matched_variance, per_head
+from polarlm.attention.kernels import KERNELS, DirectionalNoise, robust_attention
+from polarlm.attention.mixer import (
+    INIT_STD,
+    KeyValueCache,
+    Mixer,
+    MixerShape,
+    Record,
+    Rotary,
+    linear,
+    merge_heads,
+    residual_std,
+    split_heads,
+)
+from polarlm.attention.robust import on_sphere, record_estimate, robust_flops
+from polarlm.geometry import rotate
+
+PARAMETERS = ("nu", "eta_q", "eta_k", "sigma_0", "sigma_process", "mu", "tau")
+# Shares of a matched total variance: RFA starts "integrative", with measurement noise above process and floor.
+SHARES = {"eta_k": 0.45, "eta_q": 0.45, "sigma_0": 0.1, "sigma_process": 0.045}
+
+
+class RobustFilterAttention(Mixer):
+    """RFA: L = log P - (nu+1) log(1 + P~ |q - E k|^2 / (nu d)), A = softmax L, v_bar = sum_j A_ij E_ij v_j.
+
+    Noises left as None share the total variance that matches the logit range of QK-normed attention.
+    `sigma_process` is the stationary deviation sigma/sqrt(2 mu) of the process.
+    """
+
+    def __init__(
+        self,
+        shape: MixerShape,
+        kernel: str = "student",
+        qk_norm: bool = True,
+        rotate_values: bool = True,
+        decay_keys: bool = True,
+        decay_values: bool = True,
+        nu: Value = 4.0,
+        tau: Value = 1.0,
+        eta_q: Value | None = None,
+        eta_k: Value | None = None,
+        sigma_0: Value | None = None,
+        sigma_process: Value | None = None,
+        mu: Value = 0.01,
+        mu_spread: bool = True,
+        frozen: Sequence[str] = (),
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(shape)
+        self.kernel = choice("kernel", kernel, KERNELS)
+        self.qk_norm, self.rotate_values = qk_norm, rotate_values
+        self.decay_keys, self.decay_values, self.backend = decay_keys, decay_values, backend
+        self.heads = (shape.n_head, shape.n_kv_head, shape.n_kv_head)  # of q, k, v
+        self.qkv = linear(shape.d_model, sum(self.heads) * shape.head_dim)
+        self.out = linear(shape.n_head * shape.head_dim, shape.d_model, residual_std(shape.n_layer))
+        if not qk_norm:  # then the weights themselves must give |q|^2 = d_h on a unit-RMS input
+            with torch.no_grad():
+                self.qkv.weight[: (shape.n_head + shape.n_kv_head) * shape.head_dim] *= (
+                    2 * shape.d_model
+                ) ** -0.5 / INIT_STD
+
+        heads = shape.n_head
+        values = {"nu": per_head("nu", nu, heads), "tau": per_head("tau", tau, heads)}
+        total = matched_variance(kernel, shape.head_dim, values["nu"], values["tau"])
+        given = {"eta_k": eta_k, "eta_q": eta_q, "sigma_0": sigma_0, "sigma_process": sigma_process}
+        for name, value in given.items():
+            values[name] = (SHARES[name] * total).sqrt() if value is None else per_head(name, value, heads)
+        values["mu"] = decay_rates("mu", mu, mu_spread, heads)
+        unused = {"student": ["tau"], "exponential": ["nu"], "gaussian": ["nu", "tau", "eta_q"]}[kernel]
+        self.estimator = Estimator({n: v for n, v in values.items() if n not in unused}, frozen, PARAMETERS)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        rotary: Rotary,
+        documents: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        record: Record | None = None,
+    ) -> Tensor:
+        """Rotate, estimate, aggregate, counter-rotate, W_o."""
+        sizes = [heads * self.shape.head_dim for heads in self.heads]
+        q, k, v = (split_heads(part, heads) for part, heads in zip(self.qkv(x).split(sizes, dim=-1), self.heads))
+        if self.qk_norm:  # |q|^2 = |k|^2 = d_h complex modes: half a unit per real channel
+            _, q = on_sphere(q, 0.5**0.5, self.shape.norm_eps)
+            _, k = on_sphere(k, 0.5**0.5, self.shape.norm_eps)
+        q_turned, k_turned = rotate(q, *rotary), rotate(k, *rotary)
+        v_turned = rotate(v, *rotary) if self.rotate_values else v
+        if cache is not None:
+            k_turned, v_turned, _ = cache.append(k_turned, v_turned)
+
+        parameters = self.estimator.read()
+        noise = self._noise(parameters)
+        output = robust_attention(
+            q_turned,
+            k_turned,
+            v_turned,
+            None,
+            noise,
+            kernel=self.kernel,
+            decay_keys=self.decay_keys,
+            decay_values=self.decay_values,
+            documents=documents,
+            backend=self.backend if record is None else "reference",
+            dropout=self.shape.dropout if self.training else 0.0,
+            return_weights=record is not None,
+        )
+        v_bar = rotate(output.v_bar, *rotary, inverse=True) if self.rotate_values else output.v_bar
+        if record is not None:
+            record.update(q=q, k=k, v=v, v_bar=v_bar, update=v_bar, params=parameters)
+            record_estimate(record, output, noise, None)
+        return self.out(merge_heads(v_bar))
+
+    def _noise(self, parameters: dict[str, Tensor]) -> DirectionalNoise:
+        zero = torch.zeros_like(parameters["mu"])
+        return DirectionalNoise(
+            mu=parameters["mu"],
+            eta_k2=parameters["eta_k"].square(),
+            eta_q2=parameters["eta_q"].square() if "eta_q" in parameters else zero,
+            sigma02=parameters["sigma_0"].square(),
+            m_inf2=zero,
+            nu=parameters.get("nu"),
+            tau=parameters.get("tau"),
+            process2=parameters["sigma_process"].square(),
+        )
+
+    def flops_per_token(self, context: int) -> int:
+        """Projections and robust attention."""
+        projections = 2 * (self.qkv.weight.numel() + self.out.weight.numel())
+        return projections + robust_flops(context, self.shape.n_head, self.shape.head_dim)
