@@ -181,7 +181,7 @@ def describe_budgets(gaps: Mapping[str, float | None]) -> str:
 def verdict(comparison: Comparison, measure: str, gaps: Mapping[str, float | None] | None = None) -> str:
     """One careful sentence about a comparison, followed by the state of the budgets."""
     c, d = comparison, comparison.difference
-    size = f"{d.mean:+.3g} {measure}"
+    size = f"{_signed(d.mean)} {measure}"
     if d.low is None or d.high is None:
         sentence = f"{c.treatment}: {NO_DIFFERENCE} against {c.baseline}: {_why_no_interval(c, size)}"
     else:
@@ -189,9 +189,9 @@ def verdict(comparison: Comparison, measure: str, gaps: Mapping[str, float | Non
         p = c.p_adjusted if c.p_adjusted is not None else c.p_value
         correction = ""
         if c.family > 1 and c.p_value is not None:
-            correction = f" after Holm over {c.family} comparisons ({_probability(c.p_value).lstrip('= ')} alone)"
+            correction = f" after Holm over {c.family} comparisons, {_probability(c.p_value).lstrip('= ')} alone"
         evidence = (
-            f"95 % interval {d.low:+.3g} to {d.high:+.3g}; {pairing}, {d.method}, "
+            f"95 % interval {_signed(d.low)} to {_signed(d.high)}; {pairing}, {d.method}, "
             f"p {_probability(p if p is not None else math.nan)}{correction}"
         )
         if c.outcome == NO_DIFFERENCE:
@@ -257,8 +257,12 @@ def _bca_interval(sample: np.ndarray, confidence: float) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def _signed(number: float) -> str:
+    return f"{number:+.3g}".replace("-", "−")
+
+
 def _percent(fraction: float) -> str:
-    return f"{100 * fraction:+.1f} %"
+    return f"{100 * fraction:+.1f} %".replace("-", "−")
 
 
 def _probability(p: float) -> str:

@@ -62,9 +62,9 @@ class Judgement:
         return {"val": "validation", "test": "test"}.get(self.metric.partition("/")[0], self.metric.partition("/")[0])
 
     def shown_metrics(self) -> list[str]:
-        """The judged loss first, then the other two of the same split."""
+        """The judged loss first, then bits per byte and perplexity of the same split (loss is log perplexity)."""
         split = self.metric.partition("/")[0]
-        return [self.metric, *(m for m in (f"{split}/{k}" for k in UNITS) if m != self.metric)]
+        return list(dict.fromkeys((self.metric, f"{split}/bits_per_byte", f"{split}/perplexity")))
 
 
 def judge(groups: Sequence[Group], metric: str | None = None, baseline: str | None = None) -> Judgement:
@@ -242,9 +242,9 @@ def headline(judgement: Judgement) -> str:
     against = next(iter(baselines)) if len(baselines) == 1 else "their baselines"
     parts = []
     if better:
-        parts.append(f"{_list(better)} below {against}")
+        parts.append(f"{_list(better)}: lower {judgement.unit} than {against}")
     if worse:
-        parts.append(f"{_list(worse)} above {against}")
+        parts.append(f"{_list(worse)}: higher {judgement.unit} than {against}")
     if not parts:
         return f"{NO_DIFFERENCE.capitalize()} between {_list([row.group.label for row in compared])} and {against}"
     same = [row.group.label for row in compared if row.outcome == NO_DIFFERENCE]

@@ -37,7 +37,7 @@ def build_payload(
         shown_groups.append({"label": group.label, "block": group.block, **styles[index]})
         last_step = max((float(r.metrics.columns["step"].max()) for r in group.runs if len(r.metrics)), default=1.0)
         edges = bucket_edges(last_step, points)
-        runs += [{"group": index, **_run(run, edges, out)} for run in group.runs]
+        runs += [{"group": index, **_run(run, edges, out, judgement.metric)} for run in group.runs]
     diagnostics = [_diagnostics(group) for group in groups]
     _fit_history(diagnostics)
     names = {name for d in diagnostics if d for part in ("final", "profiles") for name in d[part]}
@@ -45,6 +45,7 @@ def build_payload(
         "created": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "reload": reload_seconds,
         "metric": judgement.metric,
+        "unit": judgement.unit,
         "oneTokenizer": judgement.one_tokenizer,
         "groups": shown_groups,
         "runs": runs,
@@ -73,7 +74,7 @@ def link_to(folder: Path, out: Path | None) -> str:
     return quote(path.replace(os.sep, "/")) + "/"
 
 
-def _run(run: Run, edges: np.ndarray, out: Path | None) -> dict[str, Any]:
+def _run(run: Run, edges: np.ndarray, out: Path | None, metric: str) -> dict[str, Any]:
     train = thin(run.metrics.stream("train/loss", "tokens_per_second"), edges)
     val = run.metrics.stream("val/loss", "val/bits_per_byte")
     per_token = run.number("flops_per_token") or _ratio(run.number("flops"), run.number("tokens"))
@@ -84,6 +85,8 @@ def _run(run: Run, edges: np.ndarray, out: Path | None) -> dict[str, Any]:
         "href": link_to(run.folder, out),
         "flopsPerToken": per_token,
         "speed": run.number("tokens_per_second"),
+        "final": run.number(metric),
+        "cost": {"flops": run.flops, **{name: run.number(name) for name in ("seconds", "parameters", "tokens")}},
         "train": {
             "at": rounded(train["bucket"], 8),
             "tokens": rounded(train["tokens"]),
@@ -153,7 +156,8 @@ def _diagnostics(group: Group) -> dict[str, Any] | None:
         for name, found in history.items()
     }
     tokens = [probes[0].tokens for probes in at]
-    return {"tokens": tokens, "seeds": len(probed), "final": final, "profiles": profiles, "history": kept}
+    layers = at[-1][0].layers
+    return {"tokens": tokens, "layers": layers, "final": final, "profiles": profiles, "history": kept}
 
 
 def _stack(probes: Sequence[Probe], name: str) -> np.ndarray | None:

@@ -17,6 +17,7 @@ class Probe:
 
     step: float
     tokens: float
+    layers: int
     values: dict[str, np.ndarray]
     profiles: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -58,7 +59,7 @@ def _parse(row: dict[str, Any]) -> Probe:
         x, y = _array(profile["x"]), _array(profile["y"])
         if y.shape[-1:] == x.shape:
             profiles[name] = {"x": x, "y": y, "xlabel": str(profile.get("xlabel", "lag"))}
-    return Probe(float(row["step"]), float(row["tokens"]), values, profiles)
+    return Probe(float(row["step"]), float(row["tokens"]), int(row["layers"]), values, profiles)
 
 
 def _array(value: Any) -> np.ndarray:

@@ -126,10 +126,10 @@ def show_estimate(estimate: Estimate, signed: bool = False) -> str:
     half = estimate.half_width
     sign = "+" if signed else ""
     if half is None or half == 0:
-        return f"{estimate.mean:{sign}.4g}"
+        return f"{estimate.mean:{sign}.4g}".replace("-", "−")
     # Two digits of the uncertainty are all that it can carry.
     digits = max(0, -int(f"{half:.1e}".partition("e")[2]) + 1)
-    return f"{estimate.mean:{sign}.{digits}f} ± {half:.{digits}f}"
+    return f"{estimate.mean:{sign}.{digits}f} ± {half:.{digits}f}".replace("-", "−")
 
 
 def show_count(number: float | None) -> str:

@@ -153,7 +153,7 @@ def _probe(block, facts, progress, step, layers, heads, context, rng):
             "parameters/nu_t": 4 - progress * (1 + 0.2 * np.arange(heads)) + 0.05 * head,
             "parameters/mu": np.broadcast_to(rate[..., 0] * (0.5 + progress), (layers, heads)),
         }
-        profiles["precision/log_kappa"] = {"x": lags, "y": kappa, "xlabel": "lag (tokens)"}
+        profiles["precision/log_kappa"] = {"x": lags, "y": kappa, "xlabel": "lag"}
     return {
         "step": step,
         "tokens": step * BATCH_TOKENS,

@@ -1,0 +1,99 @@
+// The frame of every figure: a title that says the finding, a key, a plot drawn only when it comes into view.
+"use strict";
+
+const FIGURES = {};      // id → () => { title, note, groups, traces, layout, height } or null when there is nothing to draw
+const inView = new Set();
+const stale = new Set();
+
+function redraw() {
+  remember();
+  Object.keys(FIGURES).forEach((id) => stale.add(id));
+  requestAnimationFrame(() => [...inView].filter((id) => stale.has(id)).forEach(render));
+}
+
+function drawAll() { Object.keys(FIGURES).forEach(render); }
+
+function render(id) {
+  stale.delete(id);
+  const figure = document.getElementById(id), plot = $(".plot", figure), made = FIGURES[id]();
+  const caption = $("figcaption", figure), key = $(".key", figure);
+  caption.replaceChildren(made ? made.title : "Nothing to show: all runs are hidden, or none has this quantity.");
+  if (made && made.note) caption.append(element("small", { textContent: made.note }));
+  if (key) key.replaceChildren(...(made ? made.groups || [] : []).map((g) => element("span", {}, swatch(g), DATA.groups[g].label)));
+  if (made && made.height) plot.style.height = made.height + "px";
+  const layout = made ? frame(made.layout) : frame({ xaxis: { visible: false }, yaxis: { visible: false } });
+  return Plotly.react(plot, made ? made.traces : [], layout, { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] })
+    .then(() => { plot.dataset.drawn = made ? made.traces.length : 0; });
+}
+
+const AXIS = () => ({
+  gridcolor: ink.grid, zeroline: false, linecolor: ink.line, showline: true, ticks: "outside", tickcolor: ink.line, ticklen: 4,
+  tickfont: { color: ink.soft, size: 11 }, automargin: true,
+});
+
+function frame(layout) {
+  const framed = {
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 56, r: 12, t: 12, b: 42 }, showlegend: false,
+    font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: ink.text }, hovermode: "closest",
+    hoverlabel: { bgcolor: ink.raised, bordercolor: ink.line, font: { color: ink.text, size: 12 }, align: "left" },
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: ink.line, activecolor: ink.soft },
+  };
+  for (const [name, value] of Object.entries(layout)) {
+    framed[name] = /^[xy]axis\d*$/.test(name) ? { ...AXIS(), ...value, title: { font: { size: 12, color: ink.soft }, standoff: 8, ...value.title } } : value;
+  }
+  return framed;
+}
+
+function line(group, extra = {}) {
+  const { width = 2, dash, colour, ...rest } = extra;
+  return { type: "scatter", mode: "lines", line: { color: colour || ink.groups[group], width, dash: dash || DASHES[DATA.groups[group].dash] }, meta: { group }, ...rest };
+}
+
+function band(group, x, low, high) {
+  return { type: "scatter", mode: "lines", x: [...x, ...[...x].reverse()], y: [...high, ...[...low].reverse()], fill: "toself",
+    fillcolor: fade(ink.groups[group], 0.14), line: { width: 0 }, hoverinfo: "skip", meta: { group, band: true } };
+}
+
+// 1.2k, 3.4M: as on the axes.
+function short(value) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return "n/a";
+  const size = Math.abs(value);
+  for (const [unit, letter] of [[1e18, "E"], [1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]]) {
+    if (size >= unit) return Number((value / (letter === "k" ? 1e3 : unit)).toPrecision(3)) + " " + letter;
+  }
+  return String(Number(value.toPrecision(3)));
+}
+
+// "standard 1.2, polar 1.1", or the spread when there are too many to read.
+function perGroup(items, write = short) {
+  const known = items.filter((item) => Number.isFinite(item.value));
+  if (known.length === 0) return "not known";
+  if (known.length <= 4) return known.map((item) => DATA.groups[item.group].label + " " + write(item.value)).join(", ");
+  const values = known.map((item) => item.value);
+  return `${write(Math.min(...values))} to ${write(Math.max(...values))} over ${known.length} groups`;
+}
+
+const finite = (list) => list.filter((v) => v !== null && Number.isFinite(v));
+const mean = (list) => { const known = finite(list); return known.length ? known.reduce((a, b) => a + b, 0) / known.length : NaN; };
+const flat = (value) => (Array.isArray(value) ? value.flat(Infinity) : [value]);
+// Extremes without spreading long lists into arguments.
+const lowest = (list) => finite(list).reduce((a, b) => Math.min(a, b), Infinity);
+const highest = (list) => finite(list).reduce((a, b) => Math.max(a, b), -Infinity);
+
+// A select of a figure: offers what exists, keeps the reader's choice, redraws its figure.
+function choose(id, kind, options, fallback) {
+  const select = $(`#${id} select.${kind}`), wanted = (state.chosen[id] || {})[kind];
+  const values = options.map((option) => option.value);
+  const value = values.includes(wanted) ? wanted : values.includes(fallback) ? fallback : values[0];
+  const known = [...select.options].map((o) => o.value).join("\n");
+  if (known !== values.join("\n")) {
+    select.replaceChildren(...options.map((o) => element("option", { value: o.value, textContent: o.text })));
+    select.onchange = () => { (state.chosen[id] ||= {})[kind] = select.value; remember(); render(id); };
+  }
+  select.value = value;
+  return value;
+}
+
+const quantity = (name) => DATA.quantities[name] || { title: name, axis: name };
+// The paper's symbols keep their letters: μ is not M.
+const sentence = (text) => (/^[a-z]/.test(text) ? text.charAt(0).toUpperCase() + text.slice(1) : text);

@@ -1,0 +1,167 @@
+// What the probe saw: radial growth, precision, attention, parameters.
+"use strict";
+
+const probed = () => shownGroups().filter((g) => DATA.diagnostics[g]);
+const named = (part) => [...new Set(DATA.diagnostics.flatMap((d) => (d ? Object.keys(d[part]) : [])))].sort();
+const finalMean = (g, name) => { const found = DATA.diagnostics[g].final[name]; return found ? found.mean : undefined; };
+const dimensions = (value) => (Array.isArray(value) ? 1 + dimensions(value[0]) : 0);
+const having = (wanted) => named("final").filter((name) => DATA.diagnostics.some((d) => d && d.final[name] && dimensions(d.final[name].mean) === wanted));
+const options = (names) => names.map((value) => ({ value, text: `${value.split("/")[0]}: ${quantity(value).title}` }));
+// Deeper layers and later heads are stronger in colour.
+const shade = (g, i, n) => mix(ink.groups[g], ink.paper, n > 1 ? 0.65 * (1 - i / (n - 1)) : 0);
+
+FIGURES.depth = () => {
+  const names = having(1);
+  if (!names.length) return null;
+  const name = choose("depth", "quantity", options(names), "radial/residual_rms");
+  const traces = [], drawn = [], growth = [], ends = [];
+  let embedding = false;
+  for (const g of probed()) {
+    const found = DATA.diagnostics[g].final[name];
+    if (!found) continue;
+    embedding ||= found.mean.length > DATA.diagnostics[g].layers;
+    const x = found.mean.map((_, i) => i);
+    if (found.low && state.band !== "none") traces.push(band(g, x, found.low, found.high));
+    traces.push(line(g, { x, y: found.mean, mode: "lines+markers", marker: { size: 6 }, hovertemplate: `layer %{x}: %{y:.4g}<extra>${plain(DATA.groups[g].label)}</extra>` }));
+    drawn.push(g);
+    growth.push({ group: g, value: found.mean.at(-1) / found.mean[0] });
+    ends.push({ group: g, value: found.mean.at(-1) });
+  }
+  if (!traces.length) return null;
+  const title = name === "radial/residual_rms" ? "The residual stream grows over depth: " + perGroup(growth, (v) => short(v) + "×")
+    : `${sentence(quantity(name).title)} at the last layer: ` + perGroup(ends);
+  return { title, note: "At the newest probe, mean over tokens and seeds" + (state.band !== "none" ? "; band: range of seeds." : "."), groups: drawn, traces,
+    layout: { uirevision: name + state.logY, xaxis: { title: { text: embedding ? "after layer (0 = embedding)" : "layer" }, ...wholeTicks(traces) },
+      yaxis: { title: { text: quantity(name).axis }, type: state.logY ? "log" : "linear" } } };
+};
+
+function wholeTicks(traces) {
+  const most = Math.max(...traces.map((trace) => highest(trace.x)));
+  return { dtick: Math.max(1, Math.ceil(most / 12)) };
+}
+
+// Measured quantity → its slope and R² over tokens, which the probe fits in every layer.
+const MEASURED = {
+  "radial/growth_latent": ["radial/growth_latent_slope", "radial/growth_latent_r2"],
+  "radial/growth_attention": ["radial/growth_slope", "radial/growth_r2"],
+  "radial/growth_latent_unprojected": [null, null],
+};
+
+FIGURES.growth = () => {
+  const predicted = "radial/growth_predicted", names = Object.keys(MEASURED).filter((n) => having(1).includes(n));
+  if (!having(1).includes(predicted) || !names.length) return null;
+  const name = choose("growth", "quantity", options(names), "radial/growth_latent"), [slope, r2] = MEASURED[name];
+  const traces = [], drawn = [], fits = [], all = [];
+  for (const g of probed()) {
+    const x = finalMean(g, predicted), y = finalMean(g, name);
+    if (!x || !y) continue;
+    const last = x.length - 1, fill = x.map((_, i) => shade(g, i, x.length));
+    traces.push({ type: "scatter", mode: "markers+text", x, y, meta: { group: g }, text: x.map((_, i) => (i === 0 || i === last ? String(i) : "")),
+      textposition: "top center", textfont: { size: 10, color: ink.soft }, marker: { size: 9, color: fill, line: { width: 1, color: ink.groups[g] } },
+      hovertemplate: `predicted %{x:.3g}, measured %{y:.3g}<extra>${plain(DATA.groups[g].label)}, layer %{pointNumber}</extra>` });
+    drawn.push(g);
+    all.push(...x, ...y);
+    fits.push({ group: g, slope: slope ? mean(finalMean(g, slope) || []) : NaN, r2: r2 ? mean(finalMean(g, r2) || []) : NaN });
+  }
+  if (!traces.length) return null;
+  const from = Math.min(0, lowest(all)), to = Math.max(0, highest(all));
+  traces.unshift({ type: "scatter", mode: "lines", x: [from, to], y: [from, to], line: { color: ink.soft, width: 1, dash: "dot" }, hoverinfo: "skip", meta: {} });
+  const known = fits.filter((f) => Number.isFinite(f.slope)).slice(0, 4);
+  return {
+    title: known.length ? "Measured on predicted growth, slope (R²): " + known.map((f) => `${DATA.groups[f.group].label} ${short(f.slope)} (${short(f.r2)})`).join(", ") : "Measured against predicted growth",
+    note: "One point per layer (first and last numbered, deeper is stronger); dotted: measured = predicted. Slope and R² are fitted over tokens, then averaged over layers.",
+    groups: drawn, traces,
+    layout: { xaxis: { title: { text: quantity(predicted).axis } }, yaxis: { title: { text: quantity(name).axis } } },
+  };
+};
+
+const MOST_MAPS = 12;
+// Blue below zero, red above, the paper's own colour at zero: told apart with every common kind of colour vision.
+const aroundZero = () => [[0, "#2166ac"], [0.25, "#79b0d6"], [0.5, ink.raised], [0.75, "#ec9a76"], [1, "#b2182b"]];
+
+FIGURES.heat = () => {
+  const names = having(2);
+  if (!names.length) return null;
+  const name = choose("heat", "quantity", options(names), "precision/log_evidence");
+  const groups = probed().filter((g) => finalMean(g, name)).slice(0, MOST_MAPS);
+  if (!groups.length) return null;
+  const all = groups.flatMap((g) => flat(finalMean(g, name))), low = lowest(all), high = highest(all);
+  const columns = Math.min(groups.length, 4), rows = Math.ceil(groups.length / columns), gapX = 0.05, gapY = 0.2 / rows;
+  const width = (1 - gapX * (columns - 1)) / columns, height = (1 - gapY * (rows - 1)) / rows;
+  const layout = { annotations: [], margin: { l: 52, r: 12, t: 26, b: 42 }, coloraxis: {
+    ...(low < 0 && high > 0 ? { colorscale: aroundZero(), cmin: -Math.max(-low, high), cmax: Math.max(-low, high) } : { colorscale: "Cividis", cmin: low, cmax: high }),
+    colorbar: { thickness: 10, outlinewidth: 0, tickfont: { color: ink.soft, size: 11 }, title: { text: quantity(name).axis, side: "right", font: { size: 12, color: ink.soft } } } } };
+  const traces = groups.map((g, i) => {
+    const c = i % columns, r = Math.floor(i / columns), n = i ? String(i + 1) : "", x = c * (width + gapX), top = 1 - r * (height + gapY);
+    layout["xaxis" + n] = { domain: [x, x + width], anchor: "y" + n, title: { text: r === rows - 1 || i + columns >= groups.length ? "head" : "" }, dtick: 1, showgrid: false, showline: false, constrain: "domain" };
+    layout["yaxis" + n] = { domain: [top - height, top], anchor: "x" + n, title: { text: c === 0 ? "layer" : "" }, dtick: 1, showgrid: false, showline: false };
+    layout.annotations.push({ text: plain(DATA.groups[g].label), x, y: top, xref: "paper", yref: "paper", xanchor: "left", yanchor: "bottom", showarrow: false, font: { size: 12, color: ink.text } });
+    return { type: "heatmap", z: finalMean(g, name), xaxis: "x" + n, yaxis: "y" + n, coloraxis: "coloraxis", xgap: 1, ygap: 1, meta: { group: g },
+      hovertemplate: `layer %{y}, head %{x}: %{z:.4g}<extra>${plain(DATA.groups[g].label)}</extra>` };
+  });
+  const spreads = groups.map((g) => { const values = flat(finalMean(g, name)); return { group: g, value: highest(values) - lowest(values) }; });
+  return { title: `${sentence(quantity(name).title)} differs between heads by up to: ` + perGroup(spreads), traces, layout, height: 60 + 230 * rows,
+    note: "By layer and head at the newest probe, mean over tokens and seeds." + (probed().length > MOST_MAPS ? ` The first ${MOST_MAPS} shown groups.` : "") };
+};
+
+// One line per group, per layer, or per head of one layer; `read(g)` gives [layer][head][x].
+function lineChoices(id, cubes) {
+  const layers = Math.max(...cubes.map((c) => c.length)), heads = Math.max(...cubes.map((c) => c[0].length));
+  const choices = [{ value: "mean", text: "mean over layers and heads" }];
+  if (layers > 1) choices.push({ value: "layers", text: "one line per layer" });
+  if (heads > 1) for (let l = 0; l < layers; l++) choices.push({ value: "layer " + l, text: `heads of layer ${l}` });
+  return choose(id, "lines", choices, layers * cubes.length <= 24 ? "layers" : "mean");
+}
+
+function cubeLines(g, cube, x, lines, unit) {
+  const across = (list) => x.map((_, i) => { const m = mean(list.map((y) => y[i])); return Number.isFinite(m) ? m : null; });
+  const label = plain(DATA.groups[g].label);
+  const make = (y, name, i, n) => line(g, { x, y, colour: shade(g, i, n), width: n > 1 ? 1.5 : 2.2, hovertemplate: `%{y:.4g} at %{x}${unit}<extra>${label}${name}</extra>` });
+  if (lines === "mean") return [make(across(cube.flat()), "", 0, 1)];
+  if (lines === "layers") return cube.map((heads, l) => make(across(heads), `, layer ${l}`, l, cube.length));
+  const heads = cube[Number(lines.split(" ")[1])] || [];
+  return heads.map((y, h) => make(y, `, head ${h}`, h, heads.length));
+}
+
+FIGURES.lag = () => {
+  const names = named("profiles");
+  if (!names.length) return null;
+  const name = choose("lag", "quantity", options(names), "precision/log_kappa");
+  const groups = probed().filter((g) => DATA.diagnostics[g].profiles[name]);
+  if (!groups.length) return null;
+  const profile = (g) => DATA.diagnostics[g].profiles[name], cubes = groups.map((g) => profile(g).y), lines = lineChoices("lag", cubes);
+  const traces = groups.flatMap((g, i) => {
+    // Lag 0 (the token itself) has no place on a logarithmic axis.
+    const from = profile(g).x.findIndex((lag) => lag > 0), x = profile(g).x.slice(from);
+    return cubeLines(g, cubes[i].map((heads) => heads.map((y) => y.slice(from))), x, lines, " tokens");
+  });
+  const isLog = /log_/.test(name);
+  const change = groups.map((g, i) => {
+    const from = profile(g).x.findIndex((lag) => lag > 0), at = (k) => mean(cubes[i].flat().map((y) => y.at(k)));
+    return { group: g, value: isLog ? Math.exp(at(from) - at(-1)) : at(-1) / at(from) };
+  });
+  const symbol = quantity(name).title.replace(/^log /, ""), farthest = profile(groups[0]).x.at(-1);
+  return { groups, traces, note: "At the newest probe, mean over queries and seeds; deeper layers are stronger.",
+    title: isLog ? `${symbol} falls from lag 1 to ${farthest} by a factor of: ` + perGroup(change) : `${sentence(symbol)} at lag ${farthest} relative to lag 1: ` + perGroup(change),
+    layout: { uirevision: name, xaxis: { title: { text: profile(groups[0]).xlabel + " (tokens)" }, type: "log", dtick: "D2" }, yaxis: { title: { text: quantity(name).axis } } } };
+};
+
+FIGURES.trajectory = () => {
+  const names = [...new Set(DATA.diagnostics.flatMap((d) => (d ? Object.keys(d.history) : [])))].sort((a, b) => b.startsWith("parameters/") - a.startsWith("parameters/") || (a < b ? -1 : 1));
+  if (!names.length) return null;
+  const name = choose("trajectory", "quantity", options(names), names[0]);
+  const groups = probed().filter((g) => DATA.diagnostics[g].history[name]);
+  if (!groups.length) return null;
+  // [probe][layer][head] → [layer][head][probe], whatever of the last two axes there is.
+  const cubes = groups.map((g) => {
+    const history = DATA.diagnostics[g].history[name], deep = dimensions(history);
+    const full = history.map((row) => (deep === 1 ? [[row]] : deep === 2 ? row.map((v) => [v]) : row));
+    return full[0].map((heads, l) => heads.map((_, h) => full.map((row) => row[l][h])));
+  });
+  const lines = lineChoices("trajectory", cubes);
+  const traces = groups.flatMap((g, i) => cubeLines(g, cubes[i], DATA.diagnostics[g].tokens, lines, " tokens"));
+  const moves = groups.slice(0, 4).map((g, i) => `${DATA.groups[g].label} ${short(mean(cubes[i].flat().map((y) => y[0])))} → ${short(mean(cubes[i].flat().map((y) => y.at(-1))))}`);
+  return { title: `${sentence(quantity(name).title)} over training` + (groups.length > 4 ? "" : ": " + moves.join(", ")), groups, traces,
+    note: "Over training, mean over seeds; deeper layers (later heads) are stronger.",
+    layout: { uirevision: name + state.logY, xaxis: { title: { text: AXES.tokens }, exponentformat: "SI" }, yaxis: { title: { text: quantity(name).axis }, type: state.logY ? "log" : "linear" } } };
+};

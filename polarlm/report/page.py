@@ -1,0 +1,124 @@
+"""The report as one HTML file that opens anywhere, offline: data, styles, script and plotting library inside."""
+
+import base64
+import gzip
+import json
+from collections.abc import Sequence
+from functools import cache
+from html import escape
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import polarlm
+from polarlm.report.groups import Group
+from polarlm.report.judge import Judgement, headline
+from polarlm.report.payload import link_to
+from polarlm.report.tables import Table, difference_table, final_table, show_count
+from polarlm.training.run_folder import write_text
+
+SCRIPTS = ("state.js", "figures.js", "curves.js", "geometry.js", "start.js")  # in this order
+
+
+def write_page(groups: Sequence[Group], judgement: Judgement, payload: dict[str, Any], out: Path) -> Path:
+    """Write the report atomically: a reader (or a reloading browser) sees the old page or the new one."""
+    write_text(out, render_page(groups, judgement, payload, out))
+    return out
+
+
+def render_page(groups: Sequence[Group], judgement: Judgement, payload: dict[str, Any], out: Path | None = None) -> str:
+    """The page's text. Whatever comes from a run folder is escaped or travels as compressed JSON."""
+    finding = headline(judgement)
+    verdicts = "".join(f"<li>{escape(row.sentence)}</li>" for row in judgement.rows if row.outcome != "baseline")
+    return Template(_asset("report.html")).substitute(
+        title=escape(f"polarlm: {finding}"),
+        css=_asset("report.css"),
+        headline=escape(finding),
+        meta=escape(_meta(groups, payload)),
+        final_table=_html(final_table(judgement), judgement),
+        final_caption=escape(
+            f"Final loss on the {judgement.split} split, mean over seeds ± half of the 95 % interval. "
+            "Δ is the mean difference on paired seeds; p is corrected for the number of comparisons (Holm)."
+        ),
+        verdicts=f"<ul>{verdicts}</ul>" if verdicts and len(judgement.rows) > 1 else "",
+        notes="".join(f'<p class="note">{escape(note)}</p>' for note in judgement.notes),
+        difference_table=_differences(groups),
+        run_table=_run_table(groups, judgement, out),
+        footer=escape(f"Made by polarlm {polarlm.__version__} on {payload['created']}; charts by plotly.js, embedded."),
+        plotly=_plotly(),
+        payload=_packed(json.dumps(payload, separators=(",", ":"), allow_nan=False).encode()),
+        script="\n".join(_asset(name) for name in SCRIPTS),
+    )
+
+
+@cache
+def _asset(name: str) -> str:
+    return (resources.files("polarlm.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+@cache
+def _plotly() -> str:
+    """plotly.js from its own Python package; compressed it takes 2 MB of the page instead of 5."""
+    from plotly.offline import get_plotlyjs
+
+    return _packed(get_plotlyjs().encode())
+
+
+def _packed(data: bytes) -> str:
+    # mtime=0: the same runs give the same bytes.
+    return base64.b64encode(gzip.compress(data, compresslevel=9, mtime=0)).decode()
+
+
+def _meta(groups: Sequence[Group], payload: dict[str, Any]) -> str:
+    runs = [run for group in groups for run in group.runs]
+    words = [f"{len(runs)} run{'s' * (len(runs) > 1)} in {len(groups)} group{'s' * (len(groups) > 1)}"]
+    for part in ("data", "tokenizer", "model"):
+        chosen = {str((run.config.get("choices") or {}).get(part)) for run in runs} - {"None"}
+        if chosen:
+            words.append(f"{part} {', '.join(sorted(chosen)[:4])}")
+    contexts = {run.settings.get("model.context") for run in runs} - {None}
+    if len(contexts) == 1:
+        words.append(f"context {contexts.pop()} tokens")
+    return " · ".join([*words, f"written {payload['created'].replace('T', ' ')}"])
+
+
+def _html(table: Table, judgement: Judgement) -> str:
+    verdict_column = table.columns.index("verdict")
+    head = "".join(f"<th>{escape(name)}</th>" for name in table.columns)
+    body = []
+    for index, row in enumerate(table.rows):
+        first = f'<td><span class="swatch" data-swatch="{index}"></span>{escape(row[0])}</td>'
+        kind = f' class="{row[verdict_column]}"' if row[verdict_column] in ("better", "worse") else ""
+        cells = "".join(f"<td{kind if i == verdict_column else ''}>{escape(c)}</td>" for i, c in enumerate(row) if i)
+        body.append(f"<tr>{first}{cells}</tr>")
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
+
+
+def _differences(groups: Sequence[Group]) -> str:
+    table = difference_table(groups)
+    if not table.rows:
+        return '<p class="meta">Nothing but the seed.</p>'
+    return _left_table(table.columns, [[escape(cell) for cell in row] for row in table.rows])
+
+
+def _run_table(groups: Sequence[Group], judgement: Judgement, out: Path | None) -> str:
+    rows = []
+    for group in groups:
+        for run in group.runs:
+            address = escape(link_to(run.folder, out), quote=True)
+            extra = [name for name in ("summary.png", "config.yaml", "metrics.jsonl") if (run.folder / name).exists()]
+            links = " ".join(f'<a href="{address}{name}">{name}</a>' for name in extra)
+            loss = run.number(judgement.metric)
+            cells = [group.label, str(run.seed), run.status, "—" if loss is None else f"{loss:.4g}"]
+            cells += [show_count(run.number("tokens")), show_count(run.number("seconds"))]
+            rows.append([f'<a href="{address}">{escape(run.name)}</a>', *map(escape, cells), links])
+    columns = ["run", "group", "seed", "status", judgement.unit, "tokens", "seconds", "files"]
+    return _left_table(columns, rows)
+
+
+def _left_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of cells that are HTML already."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="scroll"><table class="left"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
