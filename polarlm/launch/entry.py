@@ -14,6 +14,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from polarlm.errors import UserError
+from polarlm.launch.sweep import tell_sweep
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -22,13 +23,16 @@ def run(main: Callable[[], None]) -> None:
     """Run a Hydra main function and turn whatever it raises into a message and an exit code."""
     global _debug
     _debug = "--debug" in sys.argv or os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
-    sys.argv = [a for a in sys.argv if a != "--debug"]
+    flags = [a for a in sys.argv[1:] if a in ("-m", "--multirun")]  # Hydra wants them before the settings
+    sys.argv = [sys.argv[0], *flags, *(a for a in sys.argv[1:] if a not in (*flags, "--debug"))]
     # Hydra prints its own shortened tracebacks unless told to let errors through; presenting them is our job.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         main()
     except (Exception, KeyboardInterrupt) as error:
+        tell_sweep()
         fail(error)
+    tell_sweep()
 
 
 _debug = False
@@ -79,6 +83,9 @@ def message(error: BaseException) -> str:
 def explain(error: Exception) -> str:
     """A sentence for a configuration error, naming the nearest valid keys or choices."""
     text = str(error)
+    override = getattr(error, "override", None)
+    if override is not None:
+        return f"'{override}' is not a valid setting: {text.splitlines()[0]}. Write key=value; quote values with special characters"
     cause = str(error.__cause__ or "")
     missing = re.search(r"Could not find '([\w./-]+)'", text) or re.search(r"In '.*?': Could not find '([\w./-]+)'", text)
     if missing and "/" in missing[1]:

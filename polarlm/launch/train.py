@@ -172,14 +172,13 @@ def fit(job: Job, folder: Path) -> None:
     """Lightning's loop with our callbacks."""
     import lightning.pytorch as pl
 
-    from lightning.pytorch.utilities.exceptions import SIGTERMException
-
     from polarlm.training.callbacks import JsonLines, Recorder, StepSeed, Validation
     from polarlm.training.checkpoints import LastCheckpoint, SafeCheckpointIO
     from polarlm.training.loggers import build_loggers, finish_loggers
     from polarlm.training.module import LanguageModel
     from polarlm.training.probing import Probing
     from polarlm.training.progress import Progress
+    from polarlm.training.signals import GracefulStop
 
     t, config = job.config["trainer"], job.config
     recorder = Recorder(
@@ -196,6 +195,7 @@ def fit(job: Job, folder: Path) -> None:
         compiled=job.compiled,
     )
     validation = Validation(recorder, every=int(t["val_every"]), on_progress=progress.on_validation_progress)
+    stop = GracefulStop(agree_every=int(t["log_every"]))
     probing = Probing(recorder, job.data, config["diagnostics"], folder)
     loggers = [JsonLines(folder / "metrics.jsonl"), *build_loggers(config, folder)]
     status = "failed"
@@ -214,19 +214,18 @@ def fit(job: Job, folder: Path) -> None:
             use_distributed_sampler=False,  # batches are already a function of (seed, step, rank)
             limit_val_batches=0,  # validation is a callback: see training/callbacks.py
             logger=loggers,
-            callbacks=[StepSeed(config["seed"]), validation, probing, recorder, progress, checkpoint],
+            callbacks=[StepSeed(config["seed"]), validation, probing, recorder, progress, stop, checkpoint],
             plugins=[SafeCheckpointIO()],
             default_root_dir=folder,
             enable_model_summary=False,
             log_every_n_steps=10**9,  # rows are written by Recorder
         )
         trainer.fit(module, datamodule=job.data, ckpt_path=str(checkpoint.path) if checkpoint.path.exists() else None)
+        if stop.exit_code is not None:
+            status = "interrupted"
+            print(f"Stopped at step {trainer.global_step}; the same command continues {folder}", file=sys.stderr)
+            sys.exit(stop.exit_code)
         status = "finished"
-    except SystemExit as stop:
-        # Lightning turns Ctrl-C into exit code 1 and SIGTERM into 0; shells and schedulers expect 130 and 143.
-        progress.close()
-        print(f"Stopped at step {trainer.global_step}; the same command continues {folder}", file=sys.stderr)
-        sys.exit(143 if isinstance(stop, SIGTERMException) else 130)
     finally:
         progress.close()
         finish_loggers(loggers, status)

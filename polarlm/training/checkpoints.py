@@ -38,7 +38,7 @@ class SafeCheckpointIO(CheckpointIO):
 
 
 class LastCheckpoint(ModelCheckpoint):
-    """`last.ckpt`: every so many steps, at the end of training, and when a signal or an error stops it."""
+    """`last.ckpt`: every so many steps, and when training ends or is stopped by a signal."""
 
     def __init__(self, folder: Path, every: int) -> None:
         super().__init__(
@@ -46,7 +46,6 @@ class LastCheckpoint(ModelCheckpoint):
             filename="last",
             every_n_train_steps=every,
             save_top_k=1,
-            save_on_exception=True,
             enable_version_counter=False,
         )
         self.path = folder / "last.ckpt"
