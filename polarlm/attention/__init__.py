@@ -3,6 +3,7 @@
 from polarlm.attention.exclusive import ExclusiveAttention
 from polarlm.attention.mixer import KeyValueCache, Mixer, MixerShape
 from polarlm.attention.polar import PolarAttention
+from polarlm.attention.polar_literal import PolarLiteralAttention
 from polarlm.attention.robust_filter import RobustFilterAttention
 from polarlm.attention.standard import StandardAttention
 
@@ -12,6 +13,7 @@ __all__ = [
     "Mixer",
     "MixerShape",
     "PolarAttention",
+    "PolarLiteralAttention",
     "RobustFilterAttention",
     "StandardAttention",
 ]

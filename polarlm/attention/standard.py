@@ -48,7 +48,8 @@ class StandardAttention(Mixer):
         sizes = [heads * self.shape.head_dim for heads in self.heads]
         q, k, v = (split_heads(part, heads) for part, heads in zip(self.qkv(x).split(sizes, dim=-1), self.heads))
         if self.q_norm is not None:
-            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+            wide = torch.promote_types(v.dtype, torch.float32)  # norms are fp32 or better
+            q, k = self.q_norm(q.to(wide)).to(v.dtype), self.k_norm(k.to(wide)).to(v.dtype)
         own = v  # the query tokens' own values, in their own frame
         q_turned, k_turned = rotate(q, *rotary), rotate(k, *rotary)
         v_turned = rotate(v, *rotary) if self.rotate_values else v

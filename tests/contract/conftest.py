@@ -1,0 +1,51 @@
+"""Every yaml in configs/block is a block; adding one is enough to put it under the contract."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+
+from polarlm.model import GPT, GPTConfig
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+BLOCKS = sorted(path.stem for path in (CONFIGS / "block").glob("*.yaml"))
+VOCAB = 61
+
+
+@pytest.fixture(params=BLOCKS)
+def block(request: pytest.FixtureRequest) -> str:
+    """Name of a block."""
+    return request.param
+
+
+@pytest.fixture
+def mixer(block: str) -> Callable:
+    """The mixer factory that Hydra makes of a block's yaml."""
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return instantiate(compose(config_name=f"block/{block}").block, _convert_="all")
+
+
+@pytest.fixture
+def build(mixer: Callable) -> Callable[..., GPT]:
+    """Makes a small model of the block, stirred out of its initial symmetry unless fresh=True."""
+
+    def make(fresh: bool = False, **changes) -> GPT:
+        size = {"vocab_size": VOCAB, "context": 32, "d_model": 32, "n_layer": 2, "n_head": 4} | changes
+        model = GPT(GPTConfig(**size), mixer)
+        return model if fresh else stir(model)
+
+    return make
+
+
+def stir(model: torch.nn.Module) -> torch.nn.Module:
+    """Make scores, gains and noises differ between heads, so that a mistake cannot hide behind symmetry."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(3.0)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model
