@@ -43,7 +43,6 @@ from polarlm.geometry.multihead import PROJECTIONS
 DIRECTIONAL = ("nu_t", "eta_tq", "eta_tk", "sigma_t0", "m_inf", "mu", "tau", "radius", "alpha")
 RADIAL = ("nu_r", "eta_rq", "eta_rk", "sigma_r0", "beta")
 PARAMETERS = DIRECTIONAL + RADIAL + ("gain",)
-SPHERE_EPS = 1e-12  # only keeps the zero vector finite: a fresh un-normalised stream is small but meaningful
 
 
 class PolarAttention(Mixer):
@@ -195,11 +194,11 @@ class PolarAttention(Mixer):
         if self.norm_position == "post":
             x = parameters["gain"] * x
         elif self.norm_position == "pre":  # the sphere is the stream's: m = |z|, and v only roughly on its own
-            m, x = on_sphere(x, 1.0, SPHERE_EPS)
+            m, x = on_sphere(x, 1.0)
             m = parameters["gain"] * m
         v = self.v(x)
         if m is None:
-            m, direction = on_sphere(v, 1.0, SPHERE_EPS)
+            m, direction = on_sphere(v, 1.0)
             v = direction if self.norm_values else v
         v, m = split_heads(v, groups), m.squeeze(-1)
         if self.qk is None:  # the Gaussian kernel weighs by precision alone: q and k have no say
@@ -211,10 +210,10 @@ class PolarAttention(Mixer):
             qk = qk * parameters["radius"].to(qk.dtype)
         elif self.norm_scope == "global":
             parts = qk.split([heads * size, groups * size], dim=-1)
-            qk = torch.cat([on_sphere(part, radius, SPHERE_EPS)[1] for part in parts], dim=-1)
+            qk = torch.cat([on_sphere(part, radius)[1] for part in parts], dim=-1)
         qk = split_heads(qk, heads + groups)
         if self.norm_position != "pre" and self.norm_scope == "per_head":
-            _, qk = on_sphere(qk, radius, SPHERE_EPS)
+            _, qk = on_sphere(qk, radius)
         q, k = qk.split([heads, groups], dim=1)
         return q, k, v, m
 
@@ -257,8 +256,10 @@ class PolarAttention(Mixer):
         return idle | ({"gain"} if self.norm_position == "both" else set())
 
     def _stream_rms(self) -> float:
-        """RMS of a fresh model's residual stream where this layer reads it."""
-        return INIT_STD * (1 + 2 * self.shape.layer) ** 0.5
+        """RMS of a fresh model's residual stream where this layer reads it: embedding plus what came before."""
+        # An attention adds W_o of values with channel RMS about 0.6, a feed-forward about as much as the embedding.
+        attention = 0.6 * (self.shape.d_model / (2 * self.shape.n_layer)) ** 0.5
+        return INIT_STD * (1 + self.shape.layer * (attention**2 + 1)) ** 0.5
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> KeyValueCache:
         """Rotated keys, values and their magnitudes."""

@@ -95,8 +95,8 @@ class RobustFilterAttention(Mixer):
         sizes = [heads * self.shape.head_dim for heads in self.heads]
         q, k, v = (split_heads(part, heads) for part, heads in zip(self.qkv(x).split(sizes, dim=-1), self.heads))
         if self.qk_norm:  # |q|^2 = |k|^2 = d_h complex modes: half a unit per real channel
-            _, q = on_sphere(q, 0.5**0.5, self.shape.norm_eps)
-            _, k = on_sphere(k, 0.5**0.5, self.shape.norm_eps)
+            _, q = on_sphere(q, 0.5**0.5)
+            _, k = on_sphere(k, 0.5**0.5)
         q_turned, k_turned = rotate(q, *rotary), rotate(k, *rotary)
         v_turned = rotate(v, *rotary) if self.rotate_values else v
         if cache is not None:

@@ -1,0 +1,184 @@
+"""The blocks are one family: with the right switches they turn into each other, outputs and gradients."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from polarlm.attention import (
+    ExclusiveAttention,
+    MixerShape,
+    PolarAttention,
+    RobustFilterAttention,
+    StandardAttention,
+)
+from polarlm.geometry import rotary_tables
+from polarlm.geometry.transport import rotary_frequencies, transport_pairwise
+
+HEADS, SIZE, WIDTH, LENGTH = 4, 8, 32, 11
+
+
+def shape(heads: int = HEADS, groups: int | None = None) -> MixerShape:
+    return MixerShape(
+        d_model=WIDTH, n_head=heads, n_kv_head=groups or heads, head_dim=WIDTH // heads, layer=0, n_layer=2, context=16
+    )
+
+
+def rotary(mixer) -> tuple[torch.Tensor, torch.Tensor]:
+    return rotary_tables(torch.arange(LENGTH), mixer.rotary_dim)
+
+
+def constant_precision(**switches) -> PolarAttention:
+    """Polar with constant kappa, the exponential kernel, un-normalised values, and no radial channel (beta = 0)."""
+    switches = {"rotate_values": False, "projection": "none"} | switches
+    groups = switches.pop("groups", None)
+    return PolarAttention(
+        shape(groups=groups), kernel="exponential", magnitude="off", mu=0.0, radial="off", norm_values=False, **switches
+    )
+
+
+def copy_weights(standard: StandardAttention, polar: PolarAttention) -> None:
+    with torch.no_grad():
+        for parameter in standard.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8.0)
+        split = polar.qk.weight.shape[0]
+        polar.qk.weight.copy_(standard.qkv.weight[:split])
+        polar.v.weight.copy_(standard.qkv.weight[split:])
+        polar.out.weight.copy_(standard.out.weight)
+
+
+def assert_same_function(standard: StandardAttention, polar: PolarAttention) -> None:
+    x = torch.randn(2, LENGTH, WIDTH)
+    weight = torch.randn(2, LENGTH, WIDTH)
+    results = []
+    for mixer in (standard, polar):
+        x_ = x.clone().requires_grad_()
+        out = mixer(x_, rotary=rotary(mixer))
+        (out * weight).sum().backward()
+        qkv = mixer.qkv.weight.grad if mixer is standard else torch.cat((mixer.qk.weight.grad, mixer.v.weight.grad))
+        results.append((out, x_.grad, qkv, mixer.out.weight.grad))
+    assert results[0][0].std() > 0.05
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5 * theirs.abs().max().item(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+@pytest.mark.parametrize("rotate_values", [False, True])
+def test_polar_with_constant_precision_is_standard_attention_with_qk_norm(rotate_values, groups):  # K2, M2
+    standard = StandardAttention(shape(groups=groups), qk_norm=True, rotate_values=rotate_values)
+    polar = constant_precision(rotate_values=rotate_values, groups=groups)
+    copy_weights(standard, polar)
+    assert_same_function(standard, polar)
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+@pytest.mark.parametrize("rotate_values", [False, True])
+def test_the_same_with_per_head_projection_is_xsa(rotate_values, groups):
+    exclusive = ExclusiveAttention(shape(groups=groups), qk_norm=True, rotate_values=rotate_values)
+    polar = constant_precision(rotate_values=rotate_values, projection="per_head", groups=groups)
+    copy_weights(exclusive, polar)
+    assert_same_function(exclusive, polar)
+
+
+def test_a_wrong_temperature_is_not_standard_attention():
+    standard, polar = StandardAttention(shape(), qk_norm=True), constant_precision(eta_tk=1.0)
+    copy_weights(standard, polar)
+    with pytest.raises(AssertionError):
+        assert_same_function(standard, polar)
+
+
+def test_xsa_is_attention_and_the_published_two_lines():  # M1
+    mixer = ExclusiveAttention(shape())
+    record: dict = {}
+    mixer(torch.randn(2, LENGTH, WIDTH), rotary=rotary(mixer), record=record)
+    y, v = record["v_bar"], record["v"]
+    unit = F.normalize(v, dim=-1)
+    torch.testing.assert_close(record["update"], y - (y * unit).sum(-1, keepdim=True) * unit)
+
+
+def test_xsa_in_some_layers_only_leaves_the_others_standard():
+    plain, exclusive = StandardAttention(shape()), ExclusiveAttention(shape(), layers=[1])
+    exclusive.load_state_dict(plain.state_dict())
+    x = torch.randn(2, LENGTH, WIDTH)
+    torch.testing.assert_close(exclusive(x, rotary=rotary(plain)), plain(x, rotary=rotary(plain)))
+
+
+def test_value_rotation_is_pairwise_transport():  # M1 for standard_rove
+    mixer = StandardAttention(shape(), rotate_values=True)
+    record: dict = {}
+    mixer(torch.randn(2, LENGTH, WIDTH), rotary=rotary(mixer), record=record)
+    frequencies = -rotary_frequencies(SIZE)  # RoPE's sign of w against the paper's: a gauge, but the same for both
+    for head in range(HEADS):
+        carried = transport_pairwise(record["v"][1, head], torch.arange(LENGTH).float(), frequencies)
+        expected = (record["weights"][1, head].unsqueeze(-1) * carried).sum(-2)
+        torch.testing.assert_close(record["v_bar"][1, head], expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", ["student", "exponential", "gaussian"])
+def test_rfa_without_decay_has_polars_directional_weights(kernel):  # K12
+    noise = {"nu": 3.0} if kernel == "student" else {"tau": 0.7} if kernel == "exponential" else {}
+    rfa = RobustFilterAttention(shape(), kernel=kernel, mu=0.0, eta_q=0.5, eta_k=0.4, sigma_0=0.3, **noise)
+    polar_noise = {"nu_t": 3.0} if "nu" in noise else dict(noise)
+    polar = PolarAttention(
+        shape(),
+        kernel=kernel,
+        mu=0.0,
+        eta_tq=0.5,
+        eta_tk=0.4,
+        sigma_t0=0.3,
+        radial="off",
+        magnitude="off",
+        **polar_noise,
+    )
+    with torch.no_grad():
+        if kernel != "gaussian":
+            polar.qk.weight.copy_(rfa.qkv.weight[: 2 * WIDTH])
+    x = torch.randn(2, LENGTH, WIDTH)
+    records: list[dict] = [{}, {}]
+    for mixer, record in zip((rfa, polar), records):
+        mixer(x, rotary=rotary(mixer), record=record)
+    torch.testing.assert_close(records[0]["weights"], records[1]["weights"], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(records[0]["log_evidence"], records[1]["log_evidence"], atol=1e-4, rtol=1e-4)
+
+
+def test_rfa_follows_appendix_a_literally():  # K12: an independent transcription, decay and process noise included
+    mixer = RobustFilterAttention(shape(), mu=[0.0, 0.05, 0.2, 1.0], nu=[2.0, 3.0, 4.0, 50.0])
+    record: dict = {}
+    mixer(torch.randn(2, LENGTH, WIDTH), rotary=rotary(mixer), record=record)
+    p = {name: value[:, None, None].double() for name, value in record["params"].items()}
+    q, k, v = (torch.complex(*record[name].double().chunk(2, dim=-1)) for name in "qkv")
+    time = torch.arange(LENGTH).double()
+    lag = time[:, None] - time
+    frequencies = 10000.0 ** -(torch.arange(SIZE // 2).double() / (SIZE // 2))
+    # e^{A lag} k_j = e^{-mu lag} e^{-i w lag} k_j, in the code's sign of w
+    phase = torch.exp(-1j * lag[..., None] * frequencies)
+    decay = torch.exp(-p["mu"] * lag.abs())
+    residual = q[..., :, None, :] - decay[..., None] * phase * k[..., None, :, :]
+    variance = p["sigma_process"] ** 2 * (1 - decay**2) + p["eta_k"] ** 2 * decay**2 + p["sigma_0"] ** 2
+    distance = residual.abs().square().sum(-1) / (variance + p["eta_q"] ** 2) / (SIZE // 2)
+    logits = -variance.log() - (p["nu"] + 1) * torch.log(1 + distance / p["nu"])
+    weights = logits.masked_fill(lag < 0, float("-inf")).softmax(-1)
+    v_bar = ((weights * decay)[..., None] * phase * v[..., None, :, :]).sum(-2)
+    torch.testing.assert_close(record["weights"].double(), weights, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(record["v_bar"].double(), torch.cat((v_bar.real, v_bar.imag), -1), atol=1e-6, rtol=1e-4)
+
+
+def test_with_one_head_all_projections_agree():  # H3 as a block
+    x, outputs = torch.randn(2, LENGTH, WIDTH), []
+    for projection in ("per_head", "global", "evidence"):
+        torch.manual_seed(1)
+        mixer = PolarAttention(shape(heads=1), projection=projection)
+        outputs.append(mixer(x, rotary=rotary(mixer)))
+    torch.testing.assert_close(outputs[0], outputs[1], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(outputs[0], outputs[2], atol=1e-6, rtol=1e-5)
+
+
+def test_with_several_heads_they_differ():
+    x, outputs = torch.randn(2, LENGTH, WIDTH), []
+    for projection in ("per_head", "global", "evidence", "none"):
+        torch.manual_seed(1)
+        mixer = PolarAttention(shape(), projection=projection, nu_t=[1.0, 2.0, 4.0, 8.0])
+        outputs.append(mixer(x, rotary=rotary(mixer)))
+    for i in range(4):
+        for j in range(i):
+            assert (outputs[i] - outputs[j]).abs().max() > 1e-4

@@ -1,0 +1,167 @@
+"""Polar's own promises: units, initial values, tangency, radial channel, switches, bad input."""
+
+import math
+
+import pytest
+import torch
+
+from polarlm.attention import MixerShape, PolarAttention, PolarLiteralAttention
+from polarlm.errors import UserError
+from polarlm.geometry import rotary_tables
+from polarlm.model import GPT, GPTConfig
+
+LENGTH, WIDTH = 9, 32
+SHAPE = MixerShape(d_model=WIDTH, n_head=4, n_kv_head=4, head_dim=8, layer=0, n_layer=2, context=16)
+
+
+def run(mixer, x=None):
+    record: dict = {}
+    x = torch.randn(2, LENGTH, WIDTH) if x is None else x
+    out = mixer(x, rotary=rotary_tables(torch.arange(x.shape[1]), mixer.rotary_dim), record=record)
+    return out, record
+
+
+def test_magnitude_times_direction_is_the_projected_stream():  # G12
+    mixer, x = PolarAttention(SHAPE), torch.randn(2, LENGTH, WIDTH)
+    _, record = run(mixer, x)
+    v = record["v"].transpose(1, 2).flatten(-2)
+    torch.testing.assert_close(v.norm(dim=-1), torch.full((2, LENGTH), WIDTH**0.5))
+    torch.testing.assert_close(record["magnitude"][..., None] * v, mixer.v(x), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("projection", ["per_head", "global", "evidence"])
+def test_first_token_has_nowhere_to_turn(projection):  # G12
+    _, record = run(PolarAttention(SHAPE, projection=projection))
+    assert record["update"][:, :, 0].abs().max() < 1e-5
+    assert record["update"][:, :, 1:].abs().max() > 0.1
+
+
+@pytest.mark.parametrize("projection", ["per_head", "global", "evidence"])
+def test_update_is_tangent_in_latent_coordinates(projection):
+    _, record = run(PolarAttention(SHAPE, projection=projection, nu_t=[1.0, 2.0, 4.0, 8.0]))
+    assert (record["v"] * record["update"]).sum(dim=(1, 3)).abs().max() < 1e-4
+
+
+def test_update_is_tangent_in_the_stream_only_when_the_output_inverts_the_input():  # G11
+    mixer = PolarAttention(SHAPE, norm_position="post", radial="off", projection="global")
+    z = torch.randn(2, LENGTH, WIDTH)
+    out, _ = run(mixer, z)
+    assert ((z * out).sum(-1) / (z.norm(dim=-1) * out.norm(dim=-1) + 1e-9)).abs().max() > 0.05  # generic W_v, W_o
+    with torch.no_grad():
+        mixer.v.weight.copy_(torch.linalg.qr(torch.randn(WIDTH, WIDTH)).Q)
+        mixer.out.weight.copy_(mixer.v.weight.T)
+    out, _ = run(mixer, z)
+    assert out.norm() > 1
+    assert (z * out).sum(-1).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("kernel", ["student", "exponential"])
+@pytest.mark.parametrize("head_dim", [16, 64])
+@pytest.mark.parametrize("nu", [1.0, 4.0, 100.0])
+def test_fresh_logit_range_is_that_of_qk_normed_attention(kernel, head_dim, nu):
+    shape = MixerShape(d_model=64, n_head=2, n_kv_head=2, head_dim=head_dim, layer=0, n_layer=2, context=16)
+    mixer = PolarAttention(shape, kernel=kernel, nu_t=nu, tau=0.5, mu=0.0)
+    p = mixer.estimator.read()
+    noise = p["eta_tk"] ** 2 + p["eta_tq"] ** 2 + p["sigma_t0"] ** 2
+    x = (1 + p["m_inf"] ** 2) / noise * 2  # kappa_tilde |R|^2 / d_h at m = 1, cos = 0
+    depth = (p["nu_t"] + 1) * torch.log1p(x / p["nu_t"]) if kernel == "student" else x / p["tau"]
+    torch.testing.assert_close(depth, torch.full((2,), math.sqrt(head_dim)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("norm_position", ["post", "pre", "both"])
+@pytest.mark.parametrize("size", [dict(d_model=64, n_layer=2, n_head=4), dict(d_model=192, n_layer=6, n_head=6)])
+def test_fresh_magnitudes_are_near_one(norm_position, size):
+    config = GPTConfig(vocab_size=65, context=64, ffn="gelu", **size)
+    model = GPT(config, lambda shape: PolarAttention(shape, norm_position=norm_position))
+    record: list = []
+    with torch.no_grad():
+        model(torch.randint(0, 65, (4, 64)), record=record)
+    for layer in record:
+        assert 0.5 < layer["magnitude"].mean() < 2.0
+
+
+def test_lift_doubles_the_latent_space():
+    mixer = PolarAttention(SHAPE, lift=2)
+    out, record = run(mixer)
+    assert out.shape == (2, LENGTH, WIDTH)
+    assert record["v"].shape == (2, 4, LENGTH, 16)
+
+
+def test_equal_magnitudes_and_directions_ask_for_no_radial_change():  # R1 as a block
+    x = torch.randn(1, 1, WIDTH).expand(2, LENGTH, WIDTH)
+    for radial in ("own", "shared"):
+        _, record = run(PolarAttention(SHAPE, radial=radial, rotate_values=False), x)
+        assert record["delta_m"].abs().max() < 1e-5
+
+
+def test_beta_zero_switches_the_radial_step_off():
+    outputs = []
+    for switches in ({"radial": "own", "beta": 0.0}, {"radial": "off"}):
+        torch.manual_seed(2)
+        outputs.append(run(PolarAttention(SHAPE, **switches), torch.ones(1, LENGTH, WIDTH).cumsum(1).sin())[0])
+    torch.testing.assert_close(*outputs)
+
+
+def test_parameters_are_learned_or_frozen_one_by_one():
+    mixer = PolarAttention(SHAPE, frozen=["alpha", "mu", "nu_t"])
+    learned = {name.split(".")[1] for name, _ in mixer.named_parameters() if name.startswith("estimator")}
+    assert learned.isdisjoint({"alpha", "mu", "nu_t"})
+    assert {"eta_tq", "eta_tk", "sigma_t0", "m_inf", "beta", "nu_r", "eta_rq", "eta_rk", "sigma_r0"} <= learned
+
+
+def test_heads_without_decay_stay_without_decay():
+    mixer = PolarAttention(SHAPE, mu=0.1)
+    rates = mixer.estimator.read()["mu"]
+    assert rates[0] == 0 and (rates[1:] > 0).all() and torch.isclose(rates[-1], torch.tensor(0.1))
+    optimiser = torch.optim.Adam(mixer.parameters(), lr=0.1)
+    run(mixer)[0].square().sum().backward()
+    optimiser.step()
+    moved = mixer.estimator.read()["mu"]
+    assert moved[0] == 0 and (moved[1:] != rates[1:]).all()
+
+
+def test_values_are_kept_out_of_weight_decay():
+    assert PolarAttention(SHAPE).v.optim_group == "no_decay"
+
+
+def test_literal_magnitude_and_projection_are_as_printed():  # E2, E4, E6
+    mixer = PolarLiteralAttention(SHAPE)
+    x = torch.randn(2, LENGTH, WIDTH)
+    _, record = run(mixer, x)
+    v_raw = mixer.qkv(x).chunk(3, dim=-1)[2]
+    torch.testing.assert_close(record["magnitude"], v_raw.norm(dim=-1))
+    torch.testing.assert_close(record["v"].norm(dim=-1), torch.full((2, 1, LENGTH), WIDTH**0.5))
+    # For the first token v_bar = v, so the printed projector gives v - v (v^H v) = (1 - r^2) v instead of 0.
+    torch.testing.assert_close(record["update"][:, :, 0], (1 - WIDTH) * record["v"][:, :, 0], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("switches", "words"),
+    [
+        ({"kernel": "cauchy"}, ["block.kernel", "cauchy", "student"]),
+        ({"projection": "both"}, ["block.projection", "evidence"]),
+        ({"radial": "on"}, ["block.radial", "shared"]),
+        ({"norm_position": "middle"}, ["block.norm_position", "post"]),
+        ({"magnitude": "maybe"}, ["block.magnitude", "off"]),
+        ({"lift": 3}, ["block.lift", "3"]),
+        ({"eta_tk": -1.0}, ["block.eta_tk", "negative"]),
+        ({"m_inf": float("nan")}, ["block.m_inf", "finite"]),
+        ({"nu_t": [1.0, 2.0]}, ["block.nu_t", "2 values", "4"]),
+        ({"beta": [1.0, 2.0]}, ["block.beta", "one number"]),
+        ({"frozen": ["nuu"]}, ["block.frozen", "nuu", "nu_t"]),
+        ({"radial": "own", "magnitude": "off"}, ["block.radial", "block.magnitude"]),
+    ],
+)
+def test_bad_switches_say_what_is_allowed(switches, words):
+    with pytest.raises(UserError) as error:
+        PolarAttention(SHAPE, **switches)
+    assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize("extreme", [{"nu_t": 1e-3}, {"nu_t": 1e8}, {"mu": 5.0, "mu_spread": False}, {"m_inf": 0.0}])
+def test_extreme_parameters_stay_finite(extreme):  # M3
+    mixer = PolarAttention(SHAPE, **extreme)
+    out, _ = run(mixer)
+    out.square().sum().backward()
+    assert out.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in mixer.parameters())
