@@ -53,8 +53,9 @@ class TrackioSink(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Copy a row; trackio's x-axis is the step, `tokens` is in the row."""
-        self._run.log({name: value for name, value in metrics.items() if value is not None}, step=step)
+        """Copy a row; trackio keeps the step itself, `tokens` can be chosen as the x-axis."""
+        kept = {name: value for name, value in metrics.items() if value is not None and name != "step"}
+        self._run.log(kept, step=step)
 
     def finish(self, status: str, summary: dict[str, Any]) -> None:
         """Close the run."""

@@ -66,7 +66,7 @@ class WandbSink(WandbLogger):
     def finish(self, status: str, summary: dict[str, Any]) -> None:
         """Close the run: its summary, and an exit code that shows failures in the run list."""
         for name, value in summary.items():
-            if isinstance(value, (int, float, str, bool)):
+            if isinstance(value, (int, float, str)) and name not in LOSSES:  # those keep their minimum
                 self.experiment.summary[name] = value
         self.experiment.summary["status"] = status
         self.experiment.finish(exit_code=0 if status == "finished" else 1)
