@@ -165,3 +165,31 @@ def test_extreme_parameters_stay_finite(extreme):  # M3
     out.square().sum().backward()
     assert out.isfinite().all()
     assert all(p.grad.isfinite().all() for p in mixer.parameters())
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {"norm_position": "post"},
+        {"norm_position": "pre"},
+        {"norm_scope": "global"},
+        {"lift": 2},
+        {"kernel": "gaussian"},
+        {"kernel": "exponential", "projection": "global"},
+        {"radial": "shared", "rotate_values": False},
+        {"radial": "off", "norm_values": False, "projection": "none"},
+        {"radial": "off", "magnitude": "off"},
+    ],
+    ids=lambda switches: "-".join(f"{key}={value}" for key, value in switches.items()),
+)
+def test_every_switch_decodes_causally_and_leaves_no_parameter_idle(switches, kv_heads):
+    config = GPTConfig(vocab_size=31, context=16, d_model=WIDTH, n_layer=2, n_head=4, n_kv_head=kv_heads)
+    model = GPT(config, lambda shape: PolarAttention(shape, **switches))
+    text = torch.randint(0, 31, (2, 10))
+    model.loss(text[:, :-1], text[:, 1:]).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    with torch.no_grad():
+        full, cache = model(text), model.new_cache(2, 10)
+        stepwise = torch.cat([model(token, cache=cache) for token in text.split(1, dim=1)], dim=1)
+    torch.testing.assert_close(stepwise, full, atol=1e-4, rtol=1e-4)

@@ -12,6 +12,8 @@ from polarlm.model import GPT, GPTConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 BLOCKS = sorted(path.stem for path in (CONFIGS / "block").glob("*.yaml"))
+# Blocks with Python of their own; the others are the same code with other switches.
+CLASSES = [name for name in BLOCKS if "_target_" in (CONFIGS / "block" / f"{name}.yaml").read_text()]
 VOCAB = 61
 
 

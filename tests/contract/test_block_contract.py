@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polarlm.geometry import rotary_tables
-from tests.contract.conftest import VOCAB
+from tests.contract.conftest import CLASSES, VOCAB
 
 EVERY_RECORD = {
     "q",
@@ -110,6 +110,7 @@ def test_every_parameter_receives_a_gradient(build):
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("block", CLASSES, indirect=True)
 def test_captured_graph_equals_eager(build):
     # fullgraph: no data-dependent Python in the step; the generated code itself is tested below.
     torch._dynamo.reset()
@@ -124,6 +125,7 @@ def test_captured_graph_equals_eager(build):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("block", CLASSES, indirect=True)
 def test_generated_code_equals_eager(build):
     torch._dynamo.reset()
     model, text, targets = build(n_layer=1), tokens(), tokens()
