@@ -26,37 +26,49 @@ class Sequences(Protocol):
         ...
 
 
+class EpochOrder:
+    """Sequence number → (epoch, place): every epoch visits all places once, in an order of its own."""
+
+    def __init__(self, per_epoch: int, seed: int):
+        self.per_epoch, self.seed = per_epoch, seed
+        self._block: tuple[int, np.ndarray, np.ndarray] = (-1, np.empty(0, np.int64), np.empty(0, np.int64))
+
+    def __call__(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Epochs and places of the given sequence numbers."""
+        epochs, places = np.empty(len(numbers), np.int64), np.empty(len(numbers), np.int64)
+        blocks = numbers // _BLOCK
+        for block in dict.fromkeys(blocks.tolist()):
+            inside = blocks == block
+            _, known_epochs, known_places = self._permuted(block)
+            epochs[inside], places[inside] = (known[numbers[inside] % _BLOCK] for known in (known_epochs, known_places))
+        return epochs, places
+
+    def _permuted(self, block: int) -> tuple[int, np.ndarray, np.ndarray]:
+        if self._block[0] != block:
+            numbers = np.arange(block * _BLOCK, (block + 1) * _BLOCK)
+            epochs, places = numbers // self.per_epoch, numbers % self.per_epoch
+            for epoch in np.unique(epochs):
+                inside = epochs == epoch
+                places[inside] = Permutation(self.per_epoch, key(self.seed, int(epoch)))(places[inside])
+            self._block = (block, epochs, places)
+        return self._block
+
+
 class StreamSequences:
-    """Windows of the concatenated documents; every epoch visits every window once, in a new order and at a new phase."""
+    """Windows of the concatenated documents; every epoch visits all of them, in a new order and at a new phase."""
 
     def __init__(self, store: TokenStore, context: int, seed: int, mask_documents: bool = False):
         require_length(store, context)
         self.store, self.context, self.seed, self.mask = store, context, seed, mask_documents
-        self.per_epoch = (len(store) - 1) // context
-        self._block: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
+        self.order = EpochOrder((len(store) - 1) // context, seed)
 
     def begins(self, numbers: np.ndarray) -> np.ndarray:
         """First token of each sequence."""
-        blocks = numbers // _BLOCK
-        found = np.empty(len(numbers), np.int64)
-        for block in np.unique(blocks):
-            inside = blocks == block
-            found[inside] = self._begins_of(int(block))[numbers[inside] - block * _BLOCK]
-        return found
-
-    def _begins_of(self, block: int) -> np.ndarray:
-        if self._block[0] != block:
-            numbers = np.arange(block * _BLOCK, (block + 1) * _BLOCK)
-            epochs, places = numbers // self.per_epoch, numbers % self.per_epoch
-            begins = np.empty(_BLOCK, np.int64)
-            for epoch in np.unique(epochs):
-                inside = epochs == epoch
-                chosen = Permutation(self.per_epoch, key(self.seed, int(epoch)))(places[inside])
-                phase = key(self.seed, int(epoch), 1) % self.context
-                # The last window of a shifted epoch would run over the end: it is moved back instead.
-                begins[inside] = np.minimum(chosen * self.context + phase, len(self.store) - 1 - self.context)
-            self._block = (block, begins)
-        return self._block[1]
+        epochs, places = self.order(numbers)
+        phases = {epoch: key(self.seed, epoch, 1) % self.context for epoch in dict.fromkeys(epochs.tolist())}
+        shifts = np.array([phases[epoch] for epoch in epochs.tolist()])
+        # The last window of a shifted epoch would run over the end: it is moved back instead.
+        return np.minimum(places * self.context + shifts, len(self.store) - 1 - self.context)
 
     def rows(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         begins = self.begins(numbers)
@@ -76,8 +88,8 @@ def require_length(store: TokenStore, context: int) -> None:
     """Refuse a context that the split cannot fill even once."""
     if len(store) < context + 1:
         raise UserError(
-            f"model.context={context} is longer than the {store.split} split ({len(store)} tokens; context + 1 are needed). "
-            f"Set model.context to at most {max(len(store) - 1, 1)} or give more text."
+            f"model.context={context} is longer than the {store.split} split ({len(store)} tokens; context + 1 are "
+            f"needed). Set model.context to at most {max(len(store) - 1, 1)} or give more text."
         )
 
 
@@ -104,7 +116,7 @@ def train_batches(
 
 
 class EvalBatches:
-    """A split once, in order, in windows that do not overlap: every token but the very first is a target exactly once."""
+    """A split once, in order, in windows that do not overlap: every token but the very first is a target once."""
 
     def __init__(
         self, store: TokenStore, context: int, micro_batch: int, rank: int = 0, world: int = 1,

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.data.atomic import write_beside
-from polarlm.data.tokenizer import EOS, Tokenizer
+from polarlm.data.atomic import write_beside, write_json
+from polarlm.data.tokenizer import DESCRIPTION, EOS, Tokenizer
 from polarlm.errors import UserError
 
 # GPT-2's pre-tokeniser: contractions, words, numbers and punctuation with their leading space, runs of white space.
@@ -45,7 +45,7 @@ class SubwordTokenizer(Tokenizer):
             )
         unknown = json.loads(serialised)["model"].get("unk_token")
         self.unknown_id = self._library.token_to_id(unknown) if unknown else None
-        self._fast, self._token_bytes = self._build_fast()
+        self._fast = self._build_fast()
         self.splittable = self._fast is not None
 
     @classmethod
@@ -58,8 +58,8 @@ class SubwordTokenizer(Tokenizer):
 
         if vocab_size < 256 + len(special_tokens):
             raise UserError(
-                f"tokenizer.vocab_size={vocab_size} is too small: 256 bytes and {len(special_tokens)} special tokens need "
-                f"{256 + len(special_tokens)}; use tokenizer=byte for bytes alone."
+                f"tokenizer.vocab_size={vocab_size} is too small: 256 bytes and {len(special_tokens)} special tokens "
+                f"need {256 + len(special_tokens)}; use tokenizer=byte for bytes alone."
             )
         library = Library(models.BPE())
         library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -89,8 +89,7 @@ class SubwordTokenizer(Tokenizer):
     def encode_array(self, text: str) -> np.ndarray:
         if self._fast is None:
             return self._checked(text, np.array(self._library.encode(text, add_special_tokens=False).ids, np.uint32))
-        ids = self._fast.encode_to_numpy(text, disallowed_special=())
-        return ids
+        return self._fast.encode_to_numpy(text, disallowed_special=())
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         if self._fast is not None:
@@ -110,12 +109,10 @@ class SubwordTokenizer(Tokenizer):
 
     def save(self, folder: str | Path) -> None:
         """Write a standard tokenizer.json, and beside it which token ends a text."""
-        from polarlm.data.atomic import write_json
-
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         write_beside(folder / "tokenizer.json", self._serialised.encode())
-        write_json(folder / "polarlm_tokenizer.json", {"kind": "bpe", "eos": self.eos})
+        write_json(folder / DESCRIPTION, {"kind": "bpe", "eos": self.eos})
 
     def _checked(self, text: str, ids: np.ndarray) -> np.ndarray:
         # A BPE without all bytes and without an unknown token drops what it does not know: refuse to train on holes.
@@ -127,11 +124,11 @@ class SubwordTokenizer(Tokenizer):
             )
         return ids
 
-    def _build_fast(self) -> tuple[Any, Any]:
+    def _build_fast(self) -> Any:
         model = json.loads(self._serialised)
         pattern = _fast_pattern(model)
         if pattern is None:
-            return None, None
+            return None
         import tiktoken
 
         to_byte = _unicode_to_byte()
@@ -139,13 +136,13 @@ class SubwordTokenizer(Tokenizer):
         try:
             ranks = {bytes(to_byte[c] for c in t): i for t, i in model["model"]["vocab"].items() if t not in added}
         except KeyError:
-            return None, None
+            return None
         if not {bytes([b]) for b in range(256)} <= ranks.keys():
-            return None, None
+            return None
         # Special tokens are left out: in a document they are ordinary text.
         fast = tiktoken.Encoding("polarlm", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
         same = fast.encode_ordinary(_PROBE) == self._library.encode(_PROBE, add_special_tokens=False).ids
-        return (fast, ranks) if same else (None, None)
+        return fast if same else None
 
 
 def _covers(decoded: str, text: str) -> bool:
@@ -158,7 +155,6 @@ def _covers(decoded: str, text: str) -> bool:
 def _fast_pattern(model: dict[str, Any]) -> str | None:
     """The regular expression tiktoken needs, where a tokenizer.json is a plain byte-level BPE; otherwise None."""
     inner, pre = model["model"], model.get("pre_tokenizer") or {}
-    # Merges whose order is not the order of ids would be merged differently by tiktoken.
     if inner.get("type") != "BPE" or model.get("normalizer") or inner.get("dropout") or inner.get("byte_fallback"):
         return None
     if pre.get("type") == "ByteLevel" and pre.get("use_regex", True) and not pre.get("add_prefix_space"):

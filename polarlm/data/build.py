@@ -162,7 +162,9 @@ def _chunks(reader: SplitReader, whole_documents: bool) -> Iterator[tuple[list[P
         yield chunk, reader.state["bytes"]
 
 
-def encode_chunk(pieces: list[Piece], tokenizer: Tokenizer, append_eos: bool) -> dict[str, _Encoded]:
+def encode_chunk(
+    pieces: list[Piece], tokenizer: Tokenizer, append_eos: bool, hashes: bool = True
+) -> dict[str, _Encoded]:
     """Tokenise some pieces and sort them by split."""
     result: dict[str, _Encoded] = {}
     kept = [piece for piece in pieces if piece.text or not piece.first]
@@ -178,7 +180,7 @@ def encode_chunk(pieces: list[Piece], tokenizer: Tokenizer, append_eos: bool) ->
         if piece.last and append_eos:
             into.tokens.append(np.array([tokenizer.eos_id], tokenizer.dtype))
             into.length += 1
-    for split, encoded in result.items():
+    for split, encoded in result.items() if hashes else ():
         documents, blocks = piece_hashes(piece for piece in kept if (piece.split or "train") == split)
         encoded.hashes = {"documents": documents, "paragraphs": blocks}
     return result

@@ -31,6 +31,7 @@ class HubConfig:
     config: str | None = None
     revision: str | None = None
     splits: Mapping[str, str] = field(default_factory=lambda: {"train": "train"})
+    fetch: str = "download"
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,9 @@ class DataConfig:
     errors: str = "strict"
     max_bytes: int | None = None
     streaming: bool = False
-    eval_bytes: int = 2_000_000
-    mixture: Mapping[str, Any] | None = None
+    stream_head_bytes: int = 64_000_000
+    parts: Mapping[str, Any] | None = None
+    weights: Mapping[str, float] | None = None
     mask_documents: bool = False
     packing: str = "stream"
     eval_tokens: int | None = None
@@ -76,6 +78,7 @@ def read_config(given: Mapping[str, Any]) -> DataConfig:
     values = _read(DataConfig, given, "data")
     if values.get("hub") is not None:
         values["hub"] = HubConfig(**_read(HubConfig, values["hub"], "data.hub"))
+        _one_of("data.hub.fetch", values["hub"].fetch, ("download", "stream"))
     if values.get("split") is not None:
         values["split"] = SplitConfig(**_read(SplitConfig, values["split"], "data.split"))
     config = DataConfig(**{key: value for key, value in values.items() if value is not None})

@@ -7,8 +7,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from polarlm.data.tokenizer import Tokenizer, load_tokenizer
 from polarlm.data.tokenizer_config import TokenizerConfig, make_tokenizer, read_tokenizer_config
 from polarlm.errors import UserError
 
-FORMAT = 1  # raise it when the meaning of stored files changes: older stores are then built anew
+FORMAT = 2  # raise it when the meaning of stored files changes: older stores are then built anew
 # Stores up to this size are checked by checksum at every opening; larger ones when a file's size or time has changed.
 _ALWAYS_VERIFY = 64 << 20
 _MANIFEST = "manifest.json"
@@ -39,6 +39,8 @@ class Corpus:
 
     folder: Path
     manifest: dict[str, Any]
+    parts: list[tuple[Corpus, float]] = field(default_factory=list)  # of a mixture, with their weights
+    stream: tuple[Source, SplitPlan] | None = None  # where training reads instead of the store, if data.streaming
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -83,18 +85,46 @@ def build_corpus(
     data: Mapping[str, Any], tokenizer: Mapping[str, Any], cache_dir: str | Path = "data/cache", *,
     section_bytes: int = SECTION_BYTES,
 ) -> Corpus:  # fmt: skip
-    """Open the prepared corpus for these settings, preparing it first if that has not been done (or was interrupted)."""
+    """Open the prepared corpus for these settings, preparing it first if that was not done or was interrupted."""
     config, tokens = read_config(data), read_tokenizer_config(tokenizer)
     cache = Path(cache_dir)
     cache.mkdir(parents=True, exist_ok=True)
-    source = open_source(config, cache)
-    fingerprint = corpus_fingerprint(config, tokens, source, section_bytes)
-    folder = cache / f"{config.name}-{tokens.kind}-{fingerprint[:12]}"
+    if config.source == "mixture":
+        from polarlm.data.mixture import build_mixture
+
+        return build_mixture(config, tokens, cache, section_bytes)
+    prepared, source, fingerprint, folder = _place(config, tokens, cache, section_bytes)
     with _lock(folder):
         corpus = _open(folder)
         if corpus is None:
-            corpus = _prepare(folder, config, tokens, source, fingerprint, section_bytes)
+            corpus = _prepare(folder, prepared, tokens, source, fingerprint, section_bytes)
+    if config.streaming:
+        plan = SplitPlan(**json.loads((corpus.folder / "plan.json").read_text()))
+        corpus.stream = (open_source(config, cache), plan)
     return corpus
+
+
+def prepared_corpus(
+    data: Mapping[str, Any], tokenizer: Mapping[str, Any], cache_dir: str | Path = "data/cache", *,
+    section_bytes: int = SECTION_BYTES,
+) -> Corpus | None:  # fmt: skip
+    """The prepared corpus as it lies there, neither checked nor repaired; None if it has not been prepared."""
+    config, tokens = read_config(data), read_tokenizer_config(tokenizer)
+    if config.source == "mixture":
+        return build_corpus(data, tokenizer, cache_dir, section_bytes=section_bytes)
+    *_, folder = _place(config, tokens, Path(cache_dir), section_bytes)
+    return Corpus(folder, json.loads((folder / _MANIFEST).read_text())) if (folder / _MANIFEST).exists() else None
+
+
+def _place(
+    config: DataConfig, tokens: TokenizerConfig, cache: Path, section_bytes: int
+) -> tuple[DataConfig, Source, str, Path]:
+    # What is streamed is prepared only at its head: tokenizer, val and test.
+    head = min(config.max_bytes or config.stream_head_bytes, config.stream_head_bytes)
+    prepared = replace(config, max_bytes=head) if config.streaming else config
+    source = open_source(prepared, cache)
+    fingerprint = corpus_fingerprint(prepared, tokens, source, section_bytes)
+    return prepared, source, fingerprint, cache / f"{config.name}-{tokens.kind}-{fingerprint[:12]}"
 
 
 def corpus_fingerprint(config: DataConfig, tokens: TokenizerConfig, source: Source, section_bytes: int) -> str:
@@ -138,7 +168,7 @@ def _open(folder: Path) -> Corpus | None:
 
 
 def find_damage(corpus: Corpus, thorough: bool = False) -> dict[str, str]:
-    """{shard file: what is wrong with it}; without `thorough`, large stores whose files have not changed are trusted."""
+    """{shard file: what is wrong with it}; without `thorough`, large stores with unchanged files are trusted."""
     shards = [shard for split in corpus.manifest["splits"].values() for shard in split["shards"]]
     names = [name for shard in shards for name in (shard["file"], shard["documents_file"])]
     stats = {}
@@ -174,9 +204,9 @@ def _prepare(
     # A repaired store keeps its report: the hashes behind it were removed when it was first finished.
     leakage = before["leakage"] if before else leakage_report(partial, len(sections))
     manifest = {
-        "format": FORMAT, "name": config.name, "fingerprint": fingerprint, "dtype": tokenizer.dtype.str, "splits": splits,
+        "format": FORMAT, "name": config.name, "fingerprint": fingerprint, "dtype": tokenizer.dtype.str,
         "tokenizer": {"kind": tokens.kind, "vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint},
-        "split_rule": plan.rule, "leakage": leakage, "sections": len(sections),
+        "splits": splits, "split_rule": plan.rule, "leakage": leakage, "sections": len(sections),
         "empty_documents": sum(section["empty_documents"] for section in sections),
         "units": [unit.name for unit in source.units][:1000],
     }  # fmt: skip
@@ -203,6 +233,29 @@ def _tokenizer(partial: Path, tokens: TokenizerConfig, source: Source, plan: Spl
     return load_tokenizer(folder)
 
 
+def corpus_texts(data: Mapping[str, Any], cache: Path, train_only: bool) -> Iterator[str]:
+    """The texts of an unprepared corpus, for a tokenizer that learns from several."""
+    config = read_config(data)
+    source = open_source(config, cache)
+    return _texts(source, plan_splits(source, config.split), train_only)
+
+
+def trained_tokenizer(
+    tokens: TokenizerConfig, parts: list[Mapping[str, Any]], cache: Path, texts: Callable[[bool], Iterator[str]]
+) -> Path:
+    """The folder of a tokenizer learned from several corpora; learned if missing."""
+    configs = [read_config(part) for part in parts]
+    prints = [corpus_fingerprint(config, tokens, open_source(config, cache), 0) for config in configs]
+    folder = cache / f"tokenizer-{tokens.kind}-{hashlib.sha256(''.join(prints).encode()).hexdigest()[:12]}"
+    with _lock(folder):
+        if not folder.exists():
+            beside = _partial(folder)
+            shutil.rmtree(beside, ignore_errors=True)
+            make_tokenizer(tokens, texts).save(beside)
+            os.rename(beside, folder)
+    return folder
+
+
 def _texts(source: Source, plan: SplitPlan, train_only: bool) -> Iterator[str]:
     for piece in SplitReader(source, plan):
         if piece.split == "train" or not train_only:
@@ -210,8 +263,9 @@ def _texts(source: Source, plan: SplitPlan, train_only: bool) -> Iterator[str]:
 
 
 def _expected_bytes(source: Source) -> int | None:
-    sizes = [unit.size_hint() for unit in source.units]
-    total = None if None in sizes else sum(sizes)
+    hints = [unit.size_hint() for unit in source.units]
+    sizes = [hint for hint in hints if hint is not None]
+    total = sum(sizes) if len(sizes) == len(hints) else None
     limit = source.config.max_bytes
     return min(total, limit) if total is not None and limit else limit or total
 
@@ -236,7 +290,7 @@ def _check_not_empty(splits: dict[str, Any], config: DataConfig, source: Source)
         if split not in splits and not (split == "val" and config.split.val == 0):
             raise UserError(
                 f"The {split} split of {config.path or config.name} ({where}) is empty; the corpus is too small for "
-                f"data.split.val={config.split.val}, data.split.test={config.split.test}. Change these or give more text."
+                f"data.split.val={config.split.val} and data.split.test={config.split.test}. Change these or add text."
             )
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 PIECE_CHARS = 1 << 20
-# A byte-level BPE never merges across (letter, space), whatever its pre-tokeniser's regular expression: encoding the two
-# sides apart gives the ids of the whole.
+# A byte-level BPE never merges across (letter, space), whatever its pre-tokeniser's expression: encoding the two sides
+# apart gives the ids of the whole.
 _SAFE = re.compile(r"[A-Za-z](?= )")
 # Good enough for GPT-2's expression, where a token never continues from a visible character into white space.
 _NEARLY_SAFE = re.compile(r"\S(?=\s)")
@@ -25,16 +25,14 @@ class Piece:
 
 
 def cut_point(text: str, limit: int) -> int:
-    """The last index in the second half of `text[:limit]` where tokenising the two sides apart is exact, else `limit`."""
+    """The last index in the second half of `text[:limit]` where cutting does not change any token, else `limit`."""
     for boundary in (_SAFE, _NEARLY_SAFE):
         # Look at growing tails: the boundary is nearly always within the last line.
         for tail in (256, 8192, limit // 2):
             begin = max(limit - tail, limit // 2)
-            last = None
-            for last in boundary.finditer(text, begin, limit):
-                pass
-            if last is not None and last.end() < limit:
-                return last.end()
+            found = [match.end() for match in boundary.finditer(text, begin, limit)]
+            if found:
+                return found[-1]
     return limit
 
 

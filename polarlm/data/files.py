@@ -1,4 +1,4 @@
-"""Local text of any shape: .txt, .jsonl, .parquet, .arrow, each also .gz, .xz, .zst or .zip; a file, a folder or a glob."""
+"""Local text of any shape: .txt, .jsonl, .parquet, .arrow, each also compressed; a file, a folder or a glob."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMPRESSED = (".gz", ".xz", ".zst", ".zip")
 TEXT, ROWS, TABLES = (".txt", ".md", ".rst", ".raw", ".tokens"), (".jsonl", ".ndjson", ".json"), (".parquet", ".arrow")
 _SPLIT_NAMES = {"train": "train|training", "val": "valid|validation|val|dev", "test": "test"}
 _BLOCK = 1 << 20
-# Below this a file is identified by its content; above, by size, time and both ends, since hashing 100 GB takes minutes.
+# Up to here a file is identified by its content, above by size, time and both ends: hashing 100 GB takes minutes.
 _HASH_WHOLE = 64 << 20
 
 
@@ -42,8 +42,8 @@ def find_files(path: str) -> list[Path]:
     found = [Path(p) for p in glob.glob(str(given), recursive=True) if Path(p).is_file()]
     if not found:
         raise UserError(
-            f"data.path={path} does not exist (looked in {Path.cwd()}). Give a file, a folder or a glob such as 'texts/**/*.txt'; "
-            "without files of your own, data=pydocs works everywhere."
+            f"data.path={path} does not exist (looked in {Path.cwd()}). Give a file, a folder or a glob such as "
+            "'texts/**/*.txt'; without files of your own, data=pydocs works everywhere."
         )
     return sorted(found)
 
@@ -118,11 +118,11 @@ class FileUnit:
             if packed == ".gz":
                 import gzip
 
-                file = gzip.open(self.path, "rb")
+                file = gzip.open(self.path, "rb")  # noqa: SIM115  (the stack closes it)
             elif packed == ".xz":
                 import lzma
 
-                file = lzma.open(self.path, "rb")
+                file = lzma.open(self.path, "rb")  # noqa: SIM115
             elif packed == ".zst":
                 import zstandard
 
@@ -139,7 +139,7 @@ class FileUnit:
                     )
                 file = archive.open(members[0])
             else:
-                file = open(self.path, "rb")  # noqa: SIM115  (the stack closes it)
+                file = open(self.path, "rb")  # noqa: SIM115
             yield stack.enter_context(file)
 
     @contextlib.contextmanager
@@ -157,13 +157,12 @@ class FileUnit:
     def _not_utf8(self, error: UnicodeDecodeError) -> str:
         with self._open() as raw:
             head = raw.read(2)
-        guess = (
-            "It begins like UTF-16" if head in (b"\xff\xfe", b"\xfe\xff") else "It may be Latin-1 or not text at all"
-        )
+        utf16 = head in (b"\xff\xfe", b"\xfe\xff")
         return (
-            f"{self.path} is not UTF-8: byte 0x{error.object[error.start]:02x} ({error.reason}). {guess}; convert it, for "
-            f"example `iconv -f {'UTF-16' if 'UTF-16' in guess else 'LATIN1'} -t UTF-8`, or set data.errors=replace to put � "
-            "in place of what cannot be read."
+            f"{self.path} is not UTF-8: byte 0x{error.object[error.start]:02x} ({error.reason}). "
+            f"{'It begins like UTF-16' if utf16 else 'It may be Latin-1 or not text at all'}; convert it, for example "
+            f"`iconv -f {'UTF-16' if utf16 else 'LATIN1'} -t UTF-8`, or set data.errors=replace to put � in place of "
+            "what cannot be read."
         )
 
     def _blocks(self) -> Iterator[str]:

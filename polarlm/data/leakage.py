@@ -1,9 +1,8 @@
-"""Does an evaluation split repeat what training has seen? Exact duplicates of documents and paragraphs, by their hashes."""
+"""Does an evaluation split repeat what training has seen? Exact duplicates of documents and paragraphs, by hash."""
 
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,15 @@ from polarlm.data.documents import Piece
 from polarlm.data.splits import document_key
 
 MIN_CHARS = 64  # shorter paragraphs (headings, "Yes.") repeat without anything having leaked
-_BLANK_LINE = re.compile(r"\n\s*\n")
 
 
 def paragraphs(text: str) -> Iterable[str]:
     """Blocks between blank lines; in text whose lines are not wrapped, every line is a paragraph."""
-    for block in _BLANK_LINE.split(text):
+    for block in text.split("\n\n"):
         if len(block) < MIN_CHARS:
             continue
         lines = block.split("\n")
-        for paragraph in lines if max(map(len, lines)) > 120 else (block,):
+        for paragraph in lines if len(lines) > 1 and max(map(len, lines)) > 120 else (block,):
             paragraph = paragraph.strip()
             if len(paragraph) >= MIN_CHARS:
                 yield paragraph
@@ -31,9 +29,10 @@ def paragraphs(text: str) -> Iterable[str]:
 
 def piece_hashes(pieces: Iterable[Piece]) -> tuple[np.ndarray, np.ndarray]:
     """(document hashes, paragraph hashes) of some pieces, 64 bits each."""
-    documents, blocks = [], []
+    documents: list[int] = []
+    blocks: list[bytes] = []
     for piece in pieces:
-        if piece.first and piece.text:
+        if piece.first and not piece.text.isspace():
             documents.append(document_key(piece.text))
         blocks.extend(hashlib.blake2b(p.encode(), digest_size=8).digest() for p in paragraphs(piece.text))
     return np.array(documents, "<u8"), np.frombuffer(b"".join(blocks), "<u8")

@@ -10,7 +10,9 @@ import lightning.pytorch as pl
 import torch
 
 from polarlm.data.batches import Batch, EvalBatches, Sequences, StreamSequences, train_batches
+from polarlm.data.config import PACKINGS
 from polarlm.data.corpus import Corpus
+from polarlm.errors import UserError
 
 _ENDLESS = 10**9  # Lightning pre-fetches from loaders without a length and then loses a batch on resume
 _AHEAD = 2
@@ -70,6 +72,8 @@ class LMDataModule(pl.LightningDataModule):
         super().__init__()
         self.corpus, self.context, self.micro_batch, self.seed = corpus, context, micro_batch, seed
         self.mask_documents, self.packing, self.eval_tokens = mask_documents, packing, eval_tokens
+        if packing not in PACKINGS:
+            raise UserError(f"data.packing={packing!r} is not allowed; choose one of {', '.join(PACKINGS)}.")
         # Said at once, not after the model has been built: these raise UserError for data that is too short.
         self.sequences()
         for split in ("val", "test"):
@@ -78,7 +82,28 @@ class LMDataModule(pl.LightningDataModule):
 
     def sequences(self) -> Sequences:
         """The endless line of training sequences, addressed by number."""
-        return StreamSequences(self.corpus.store("train"), self.context, self.seed, self.mask_documents)
+        if not self.corpus.parts:
+            return self._sequences_of(self.corpus)
+        from polarlm.data.mixture import MixtureSequences
+
+        parts = [self._sequences_of(part) for part, _ in self.corpus.parts]
+        return MixtureSequences(parts, [weight for _, weight in self.corpus.parts], self.seed)
+
+    def _sequences_of(self, corpus: Corpus) -> Sequences:
+        if corpus.stream is not None:
+            from polarlm.data.streaming import StreamingSequences
+
+            if self.packing != "stream":
+                raise UserError(f"data.packing={self.packing} needs a prepared corpus; set data.streaming=false.")
+            index = corpus.folder / "stream.jsonl"
+            return StreamingSequences(*corpus.stream, corpus.tokenizer, self.context, index, self.mask_documents)
+        store = corpus.store("train")
+        if self.packing == "stream":
+            return StreamSequences(store, self.context, self.seed, self.mask_documents)
+        from polarlm.data.packing import PackedSequences
+
+        padding = corpus.tokenizer.eos_id or 0
+        return PackedSequences(store, self.context, self.seed, self.packing, self.mask_documents, padding)
 
     def train_dataloader(self) -> Prefetched:
         rank, world, start = 0, 1, 0

@@ -26,7 +26,7 @@ def key(*numbers: int) -> int:
 
 
 class Permutation:
-    """A bijection of 0 … size−1 chosen by a key; `permutation(indices)` maps any indices, in any order, in O(1) memory."""
+    """A bijection of 0 … size−1 chosen by a key; maps any indices, in any order, without storing anything."""
 
     def __init__(self, size: int, chosen_by: int):
         if size < 1:
@@ -39,7 +39,7 @@ class Permutation:
     def __call__(self, indices: np.ndarray) -> np.ndarray:
         """The images of the given indices."""
         result = self._network(np.asarray(indices, _U))
-        # The network permutes 2^(2·half) ≥ size numbers; walking the cycle until inside stays a bijection of the inside.
+        # The network permutes 2^(2·half) ≥ size numbers; walking its cycle until inside stays a bijection.
         outside = result >= _U(self.size)
         while outside.any():
             result[outside] = self._network(result[outside])

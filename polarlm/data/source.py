@@ -4,33 +4,40 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 from polarlm.data.config import DataConfig
 from polarlm.data.documents import Piece
 from polarlm.data.files import file_units
+from polarlm.errors import UserError
 
 
 class Unit(Protocol):
     """Something that can be read from its beginning again and again: a file, a split of a hub dataset."""
 
-    name: str
-    split: str | None
+    @property
+    def name(self) -> str: ...
+    @property
+    def split(self) -> str | None: ...
 
     def fingerprint(self) -> str: ...
     def size_hint(self) -> int | None: ...
     def pieces(self) -> Iterator[Piece]: ...
 
 
-@dataclass(frozen=True)
 class Source:
-    """The units of one corpus in reading order."""
+    """The units of one corpus in reading order, found when they are first needed (a hub has to be asked)."""
 
-    units: Sequence[Unit]
-    config: DataConfig
+    def __init__(self, config: DataConfig, find: Callable[[], Sequence[Unit]], identity: str | None = None):
+        self.config, self._find, self._identity = config, find, identity
+
+    @cached_property
+    def units(self) -> Sequence[Unit]:
+        """Files or hub splits."""
+        return self._find()
 
     @property
     def has_own_splits(self) -> bool:
@@ -40,26 +47,37 @@ class Source:
 
     def fingerprint(self) -> str:
         """Changes when a unit's content, name, order or split changes."""
+        if self._identity is not None:
+            return self._identity
         parts = [[unit.name, unit.split, unit.fingerprint()] for unit in self.units]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    def read(self, unit: int = 0, piece: int = 0) -> Iterator[tuple[int, int, Piece]]:
-        """Pieces from a position on, each with the position after it."""
-        for number in range(unit, len(self.units)):
-            skip = piece if number == unit else 0
-            for index, found in enumerate(self.units[number].pieces()):
-                if index >= skip:
-                    yield number, index + 1, found
-
 
 def open_source(config: DataConfig, cache_dir: Path) -> Source:
-    """Find the text of a corpus: the embedded one, local files, a download, or a hub dataset."""
-    if config.source == "pydocs" and config.path is None:
+    """Find the text of a corpus: local files, the embedded one, a local copy, a download, or a hub dataset."""
+    if config.path is not None:
+        return _of_files(config, config.path)
+    if config.source == "pydocs":
         from polarlm.data.pydocs import pydocs_file
 
-        return Source(file_units(str(pydocs_file(cache_dir)), config), config)
-    if config.path is not None:
-        return Source(file_units(config.path, config), config)
-    from polarlm.data.locate import locate
+        return _of_files(config, str(pydocs_file(cache_dir)))
+    from polarlm.data.locate import download, usable_local_copy
 
-    return Source(locate(config, cache_dir), config)
+    if found := usable_local_copy(config):
+        return _of_files(config, str(found))
+    if config.hub is not None:
+        from polarlm.data.hub import hub_identity, hub_units
+
+        return Source(config, lambda: hub_units(config), hub_identity(config))
+    if config.url:
+        return _of_files(config, str(download(config, cache_dir)))
+    wanted = f" (looked for {config.local} in data/raw and $POLARLM_SHARED_DATA)" if config.local else ""
+    raise UserError(
+        f"data={config.name} has no text{wanted}: give a file, a folder or a glob with data.path. Without files of "
+        "your own, data=pydocs works everywhere."
+    )
+
+
+def _of_files(config: DataConfig, path: str) -> Source:
+    units = file_units(path, config)
+    return Source(config, lambda: units)

@@ -26,8 +26,10 @@ class SplitPlan:
 
 
 def document_key(text: str) -> int:
-    """64-bit hash of a document up to white space, so that duplicates always share a split."""
-    return int.from_bytes(hashlib.blake2b(" ".join(text.split()).encode(), digest_size=8).digest(), "little")
+    """64-bit hash of a document's beginning up to white space, so that duplicates always share a split."""
+    # 32,768 characters tell documents apart; a longer common beginning only makes two documents share a split.
+    beginning = " ".join(text[:65536].split())[:32768]
+    return int.from_bytes(hashlib.blake2b(beginning.encode(), digest_size=8).digest(), "little")
 
 
 def plan_splits(source: Source, config: SplitConfig) -> SplitPlan:
@@ -49,14 +51,14 @@ def plan_splits(source: Source, config: SplitConfig) -> SplitPlan:
             return _by_rank(sorted(keys), config)
         else:
             return SplitPlan("hash", int(config.test * 2**64), int((config.test + config.val) * 2**64))
-    total = sum(len(piece.text.encode()) for *_, piece in limited(source, source.read()))
+    total = sum(len(piece.text.encode()) for piece in SplitReader(source, SplitPlan("own")))
     train_end = int(total * (1 - config.val - config.test))
     return SplitPlan("position", train_end, train_end + int(total * config.val) if config.test else total)
 
 
 def _first_keys(source: Source) -> set[int]:
     keys: set[int] = set()
-    for *_, piece in limited(source, source.read()):
+    for piece in SplitReader(source, SplitPlan("own")):
         if piece.first and piece.text:
             keys.add(document_key(piece.text))
             if len(keys) >= _FEW:
@@ -69,49 +71,50 @@ def _by_rank(keys: list[int], config: SplitConfig) -> SplitPlan:
     val = max(1, round(len(keys) * config.val)) if config.val else 0
     if test + val >= len(keys):
         raise UserError(
-            f"data.split.rule=hash needs more documents: {len(keys)} different ones found, {val} for val and {test} for "
-            "test leave none to train on. Use data.split.rule=position, which cuts the text itself."
+            f"data.split.rule=hash needs more documents: {len(keys)} different ones found, {val} for val and {test} "
+            "for test leave none to train on. Use data.split.rule=position, which cuts the text itself."
         )
     # A threshold lies on the first key that is no longer below it.
     return SplitPlan("hash", keys[test] if test else 0, keys[test + val])
 
 
-def limited(
-    source: Source, pieces: Iterator[tuple[int, int, Piece]], seen: int = 0
-) -> Iterator[tuple[int, int, Piece]]:
-    """Stop after data.max_bytes of text, at the end of a document."""
-    limit = source.config.max_bytes
-    for unit, index, piece in pieces:
-        yield unit, index, piece
-        seen += len(piece.text.encode()) if limit else 0
-        if limit and seen >= limit and piece.last:
-            return
-
-
 class SplitReader:
-    """Reads pieces with their split from any saved state on; `state` is the place after the last piece given out."""
+    """Reads pieces with their split from any saved state on; `state` is the place after the last piece given out.
+
+    data.max_bytes limits every split of its own (or the whole text, where it is divided here), at a document's end.
+    """
 
     def __init__(self, source: Source, plan: SplitPlan, state: dict[str, Any] | None = None):
         self.source, self.plan = source, plan
-        self.state: dict[str, Any] = dict(state or {"unit": 0, "piece": 0, "bytes": 0, "split": None, "ended": True})
+        self.state: dict[str, Any] = dict(
+            state or {"unit": 0, "piece": 0, "bytes": 0, "read": {}, "split": None, "inside": False}
+        )
         self.at_piece_end = True  # false between the parts of a piece that was cut at a split's border
 
     def __iter__(self) -> Iterator[Piece]:
-        state = self.state
         limit = self.source.config.max_bytes
-        if limit and state["bytes"] >= limit and state["ended"]:
-            return
-        for unit, index, piece in limited(self.source, self.source.read(state["unit"], state["piece"]), state["bytes"]):
-            given = self._assign(piece, self.source.units[unit].split)
-            size = len(piece.text.encode())
-            self.at_piece_end = False
-            yield from given[:-1]
-            self.state = state = {
-                "unit": unit, "piece": index, "bytes": state["bytes"] + size,
-                "split": given[-1].split, "ended": piece.last,
-            }  # fmt: skip
-            self.at_piece_end = True
-            yield given[-1]
+        for number in range(self.state["unit"], len(self.source.units)):
+            own = self.source.units[number].split
+            skip = self.state["piece"] if number == self.state["unit"] else 0
+            group = own or "all"
+            if limit and self.state["read"].get(group, 0) >= limit and not self.state["inside"]:
+                continue
+            for index, piece in enumerate(self.source.units[number].pieces()):
+                if index < skip:
+                    continue
+                given = self._assign(piece, own)
+                self.at_piece_end = False
+                yield from given[:-1]
+                size = len(piece.text.encode())
+                read = {**self.state["read"], group: self.state["read"].get(group, 0) + size}
+                self.state = {
+                    "unit": number, "piece": index + 1, "bytes": self.state["bytes"] + size, "read": read,
+                    "split": given[-1].split, "inside": not piece.last,
+                }  # fmt: skip
+                self.at_piece_end = True
+                yield given[-1]
+                if limit and read[group] >= limit and piece.last:
+                    break
 
     def _assign(self, piece: Piece, own: str | None) -> list[Piece]:
         if self.plan.rule == "own":

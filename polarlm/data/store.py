@@ -11,7 +11,7 @@ import numpy as np
 
 
 class TokenStore:
-    """The tokens of one split: `len`, slices, windows, document starts, and exactly how many bytes of text they hold."""
+    """The tokens of one split: `len`, slices, windows, document starts, and exactly how many bytes they stand for."""
 
     def __init__(self, folder: str | Path, split: str, summary: dict[str, Any], dtype: str):
         self.folder, self.split, self.summary, self._dtype = Path(folder), split, summary, np.dtype(dtype)

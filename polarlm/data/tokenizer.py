@@ -16,7 +16,7 @@ from polarlm.data.atomic import write_json
 from polarlm.errors import UserError
 
 EOS = "<|endoftext|>"
-_DESCRIPTION = "polarlm_tokenizer.json"
+DESCRIPTION = "polarlm_tokenizer.json"
 KINDS = ("byte", "char", "word", "bpe", "file", "hub")
 
 
@@ -63,7 +63,7 @@ class Tokenizer(ABC):
     def save(self, folder: str | Path) -> None:
         """Write the tokenizer into a folder from which `load_tokenizer` restores it."""
         Path(folder).mkdir(parents=True, exist_ok=True)
-        write_json(Path(folder) / _DESCRIPTION, self.description())
+        write_json(Path(folder) / DESCRIPTION, self.description())
 
 
 class ByteTokenizer(Tokenizer):
@@ -108,8 +108,8 @@ class CharTokenizer(Tokenizer):
         if missing.any():
             unknown = sorted({chr(p) for p in points[missing][:1000]})
             raise UserError(
-                f"The character tokenizer does not know {' '.join(map(repr, unknown[:8]))}: its alphabet are the "
-                f"{self.vocab_size} characters of the corpus it was made from. Use tokenizer=byte or tokenizer=bpe for any text."
+                f"The character tokenizer does not know {' '.join(map(repr, unknown[:8]))}: its alphabet are "
+                f"the {self.vocab_size} characters of its corpus. tokenizer=byte and tokenizer=bpe know any text."
             )
         return ids.astype(self.dtype)
 
@@ -159,15 +159,19 @@ class WordTokenizer(Tokenizer):
         return {"kind": "word", "words": self.words}
 
 
+def is_saved(folder: Path) -> bool:
+    """Whether a folder was written by `Tokenizer.save`."""
+    return (folder / DESCRIPTION).is_file()
+
+
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """Restore a tokenizer saved by `Tokenizer.save`, or open a folder or file with a standard tokenizer.json."""
     folder = Path(folder)
-    described = folder / _DESCRIPTION
-    if not described.is_file():
+    if not is_saved(folder):
         from polarlm.data.bpe import SubwordTokenizer
 
         return SubwordTokenizer.from_file(folder)
-    saved = json.loads(described.read_text())
+    saved = json.loads((folder / DESCRIPTION).read_text())
     if saved["kind"] == "byte":
         return ByteTokenizer()
     if saved["kind"] == "char":

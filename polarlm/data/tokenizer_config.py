@@ -10,7 +10,17 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from polarlm.data.tokenizer import EOS, KINDS, ByteTokenizer, CharTokenizer, Tokenizer, WordTokenizer
+from polarlm.data.tokenizer import (
+    DESCRIPTION,
+    EOS,
+    KINDS,
+    ByteTokenizer,
+    CharTokenizer,
+    Tokenizer,
+    WordTokenizer,
+    is_saved,
+    load_tokenizer,
+)
 from polarlm.errors import UserError
 
 
@@ -24,6 +34,7 @@ class TokenizerConfig:
     special_tokens: tuple[str, ...] = (EOS,)
     train_bytes: int = 200_000_000
     path: str | None = None
+    local: str | None = None
     hub: str | None = None
     revision: str | None = None
     eos: str | None = None
@@ -73,7 +84,8 @@ def make_tokenizer(config: TokenizerConfig, texts: Callable[[bool], Iterator[str
         assert config.vocab_size is not None
         learned_from = _first_bytes(texts(True), config.train_bytes)
         return SubwordTokenizer.train(learned_from, config.vocab_size, config.min_frequency, config.special_tokens)
-    return SubwordTokenizer.from_file(_tokenizer_json(config), config.eos)
+    file = _tokenizer_json(config)
+    return load_tokenizer(file.parent) if is_saved(file.parent) else SubwordTokenizer.from_file(file, config.eos)
 
 
 def _first_bytes(texts: Iterator[str], limit: int) -> Iterator[str]:
@@ -89,6 +101,8 @@ def _tokenizer_json(config: TokenizerConfig) -> Path:
     if config.path is not None:
         path = Path(config.path).expanduser()
         file = path / "tokenizer.json" if path.is_dir() else path
+        if is_saved(path) and not file.is_file():
+            return path / DESCRIPTION  # one of ours without a tokenizer.json: characters or words
         if not file.is_file():
             raise UserError(
                 f"tokenizer.path={config.path}: no tokenizer.json there. Give such a file or a folder holding one."
