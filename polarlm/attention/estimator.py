@@ -22,10 +22,13 @@ class Positive(nn.Module):
     """softplus(raw), initialised through its inverse; entries given as exactly 0 stay 0."""
 
     optim_group = "estimator"
+    live: Tensor
+    raw: Tensor
 
     def __init__(self, value: Tensor, learn: bool = True) -> None:
         super().__init__()
-        value = value.to(torch.float64)
+        self.shape = value.shape
+        value = value.to(torch.float64).reshape(-1)  # stored flat: FSDP can't shard a parameter without dimensions
         self.register_buffer("live", value > 0, persistent=False)
         # softplus cannot reach 0, so an exact 0 is a mask, not a value to learn from.
         raw = torch.where(self.live, inverse_softplus(value.clamp_min(1e-12)), 0.0).float()
@@ -37,7 +40,7 @@ class Positive(nn.Module):
     def forward(self) -> Tensor:
         """The parameter's value, fp32 or better."""
         raw = self.raw.to(torch.promote_types(self.raw.dtype, torch.float32))
-        return torch.where(self.live, F.softplus(raw), 0.0)
+        return torch.where(self.live, F.softplus(raw), 0.0).reshape(self.shape)
 
 
 class Estimator(nn.ModuleDict):

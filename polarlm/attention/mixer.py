@@ -50,7 +50,9 @@ class KeyValueCache:
         self.values = torch.zeros_like(self.keys)
         self.magnitudes = torch.zeros(batch, length, device=device, dtype=dtype) if magnitude else None
 
-    def append(self, keys: Tensor, values: Tensor, magnitude: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def append(
+        self, keys: Tensor, values: Tensor, magnitude: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Store T new tokens; returns keys, values (B, G, S, Dh) and magnitudes (B, S) of everything stored so far."""
         start, stop = self.length, self.length + keys.shape[2]
         if stop > self.keys.shape[2]:

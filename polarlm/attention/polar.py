@@ -9,6 +9,7 @@ complex modes. Products are real: <a, b> = Re a^H b.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ from polarlm.attention.mixer import (
 from polarlm.attention.robust import on_sphere, record_estimate, robust_flops
 from polarlm.errors import UserError
 from polarlm.geometry import project, rotate
-from polarlm.geometry.multihead import PROJECTIONS
+from polarlm.geometry.multihead import PROJECTIONS, Projection
 
 DIRECTIONAL = ("nu_t", "eta_tq", "eta_tk", "sigma_t0", "m_inf", "mu", "tau", "radius", "alpha")
 RADIAL = ("nu_r", "eta_rq", "eta_rk", "sigma_r0", "beta")
@@ -56,7 +57,7 @@ class PolarAttention(Mixer):
         shape: MixerShape,
         kernel: str = "student",
         projection: str = "evidence",
-        radial: str = "own",
+        radial: str | bool = "own",
         rotate_values: bool = True,
         norm_position: str = "both",
         norm_scope: str = "per_head",
@@ -83,14 +84,13 @@ class PolarAttention(Mixer):
     ) -> None:
         super().__init__(shape)
         self.kernel = choice("kernel", kernel, KERNELS)
-        self.projection = choice("projection", projection, PROJECTIONS)
-        self.radial = choice("radial", radial, ("off", "own", "shared"))
+        self.projection = cast(Projection, choice("projection", projection, PROJECTIONS))
+        # `on` and `off` are booleans in YAML, words on the command line.
+        words = {"True": "on", "False": "off"}
+        self.radial = choice("radial", words.get(str(radial), str(radial)), ("off", "own", "shared"))
+        self.magnitude = choice("magnitude", words.get(str(magnitude), str(magnitude)), ("on", "off")) == "on"
         self.norm_position = choice("norm_position", norm_position, ("post", "pre", "both"))
         self.norm_scope = choice("norm_scope", norm_scope, ("global", "per_head"))
-        # `on` and `off` are booleans in YAML, words on the command line.
-        self.magnitude = (
-            choice("magnitude", {True: "on", False: "off"}.get(magnitude, magnitude), ("on", "off")) == "on"
-        )
         if lift not in (1, 2):
             raise UserError(
                 f"block.lift is {lift}; allowed: 1 (parameter parity with standard), 2 (the paper's d -> 2d)."
@@ -109,15 +109,15 @@ class PolarAttention(Mixer):
         qk_std = (2 * d) ** -0.5 if norm_position == "pre" else INIT_STD
         self.qk = linear(d, (heads + groups) * size, qk_std) if kernel != "gaussian" else None
         self.v = linear(d, groups * size, d**-0.5)  # m starts at 1 on a unit-RMS input
-        self.v.optim_group = "no_decay"  # v is normalised: decay would only let m drift
+        self.v.optim_group = "no_decay"  # type: ignore[assignment]  # v is normalised: decay would only let m drift
         self.out = linear(heads * size, d, residual_std(shape.n_layer))
 
         values = {"nu_t": per_head("nu_t", nu_t, heads), "tau": per_head("tau", tau, heads)}
         values |= {"radius": scalar("radius", radius), "m_inf": scalar("m_inf", m_inf)}
         information = values["radius"].square() * ((1 + values["m_inf"].square()) if self.magnitude else 1.0)
         total = matched_variance(kernel, size, values["nu_t"], values["tau"]) * information
-        given = {"eta_tk": (eta_tk, "k"), "eta_tq": (eta_tq, "q"), "sigma_t0": (sigma_t0, "0")}
-        for name, (value, share) in given.items():
+        noises = {"eta_tk": (eta_tk, "k"), "eta_tq": (eta_tq, "q"), "sigma_t0": (sigma_t0, "0")}
+        for name, (value, share) in noises.items():
             values[name] = (NOISE_SPLIT[share] * total).sqrt() if value is None else per_head(name, value, heads)
         values["mu"] = decay_rates("mu", mu, mu_spread, heads)
         given = {"nu_r": nu_r, "eta_rq": eta_rq, "eta_rk": eta_rk, "sigma_r0": sigma_r0, "alpha": alpha, "beta": beta}
@@ -146,7 +146,7 @@ class PolarAttention(Mixer):
 
         q_turned, k_turned = rotate(q, *rotary), rotate(k, *rotary)  # step 2
         v_turned = rotate(v, *rotary) if self.rotate_values else v
-        m_seen = m
+        m_seen: Tensor | None = m
         if cache is not None:
             k_turned, v_turned, m_seen = cache.append(k_turned, v_turned, m)
 

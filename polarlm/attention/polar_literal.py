@@ -86,8 +86,8 @@ class PolarLiteralAttention(Mixer):
             q_turned, k_turned, v_turned = (rotate(part, *rotary) for part in (q, k, v))
             m_seen = m
             if cache is not None:
-                k_turned, v_turned, m_seen = cache.append(k_turned.unsqueeze(1), v_turned.unsqueeze(1), m)
-                k_turned, v_turned = k_turned.squeeze(1), v_turned.squeeze(1)
+                keys, values, stored = cache.append(k_turned.unsqueeze(1), v_turned.unsqueeze(1), m)
+                k_turned, v_turned, m_seen = keys.squeeze(1), values.squeeze(1), m if stored is None else stored
 
             logits = self._logits(p, q_turned, k_turned, m, m_seen, documents)
             directional, radial = logits["directional"].softmax(-1), logits["radial"].softmax(-1)

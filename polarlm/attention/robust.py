@@ -25,6 +25,7 @@ def on_sphere(x: Tensor, radius: Tensor | float) -> tuple[Tensor, Tensor]:
 def record_estimate(record: Record, output: AttentionOutput, noise: DirectionalNoise, magnitude: Tensor | None) -> None:
     """Add weights, evidence, precisions (B or 1, H, T, S) and robust weights of one robust attention to a record."""
     weights = output.weights
+    assert weights is not None, "ask robust_attention for its weights"
     queries, keys = weights.shape[-2:]
     positions = torch.arange(keys, device=weights.device, dtype=weights.dtype)
     lag = (positions[keys - queries :, None] - positions).clamp_min(0)  # entries of the future carry no weight

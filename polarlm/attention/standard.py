@@ -47,7 +47,7 @@ class StandardAttention(Mixer):
         """y_i = sum_j softmax(q_i . k_j / sqrt(Dh)) v_j, per head, then W_o."""
         sizes = [heads * self.shape.head_dim for heads in self.heads]
         q, k, v = (split_heads(part, heads) for part, heads in zip(self.qkv(x).split(sizes, dim=-1), self.heads))
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             wide = torch.promote_types(v.dtype, torch.float32)  # norms are fp32 or better
             q, k = self.q_norm(q.to(wide)).to(v.dtype), self.k_norm(k.to(wide)).to(v.dtype)
         own = v  # the query tokens' own values, in their own frame

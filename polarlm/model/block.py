@@ -11,6 +11,9 @@ from polarlm.model.norm import RMSNorm
 class Block(nn.Module):
     """The pre-norm residual frame around any mixer; a mixer with `pre_norm = False` gets the raw stream."""
 
+    mixer: Mixer
+    feed_forward: nn.Module
+
     def __init__(self, mixer: Mixer, feed_forward: nn.Module, d_model: int, dropout: float, norm_eps: float) -> None:
         super().__init__()
         self.mixer_norm = RMSNorm(d_model, norm_eps) if getattr(mixer, "pre_norm", True) else nn.Identity()

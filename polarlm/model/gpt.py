@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -117,6 +118,9 @@ class GPT(nn.Module):
         feed_forward = build_feed_forward(c.ffn, c.d_model, c.ffn_mult, c.n_layer)
         return Block(mixer(shape), feed_forward, c.d_model, c.dropout, c.norm_eps)
 
+    def _blocks(self) -> list[Block]:
+        return cast(list[Block], list(self.blocks))
+
     def forward(
         self,
         tokens: Tensor,
@@ -141,14 +145,14 @@ class GPT(nn.Module):
             raise ValueError("documents and cache exclude each other: a cache holds one running text per row")
         rotary = self._rotary(tokens, documents, cache)
         x = self.dropout(self.embedding(tokens))
-        for layer, block in enumerate(self.blocks):
-            kept = {} if record is not None else None
+        for layer, block in enumerate(self._blocks()):
+            kept: Record | None = {} if record is not None else None
             if self.config.checkpointing and self.training and kept is None:
                 x = checkpoint(block, x, rotary=rotary, documents=documents, use_reentrant=False)
             else:
                 layer_cache = cache.layers[layer] if cache is not None else None
                 x = block(x, rotary=rotary, documents=documents, cache=layer_cache, record=kept)
-            if record is not None:
+            if record is not None and kept is not None:
                 record.append(kept)
         return self.norm(x)
 
@@ -159,7 +163,7 @@ class GPT(nn.Module):
             positions = document_positions(documents)
         # Tables are in the weights' precision, but never below fp32 (float64 only in gradient checks).
         dtype = torch.promote_types(self.embedding.weight.dtype, torch.float32)
-        return rotary_tables(positions, self.blocks[0].mixer.rotary_dim, self.config.rope_base, dtype=dtype)
+        return rotary_tables(positions, self._blocks()[0].mixer.rotary_dim, self.config.rope_base, dtype=dtype)
 
     def loss(
         self, tokens: Tensor, targets: Tensor, *, documents: Tensor | None = None, reduction: str = "mean"
@@ -171,13 +175,13 @@ class GPT(nn.Module):
     def new_cache(self, batch: int, length: int) -> Cache:
         """An empty key-value cache for `length` tokens per row."""
         weight = self.embedding.weight
-        return Cache([block.mixer.new_cache(batch, length, weight.device, weight.dtype) for block in self.blocks])
+        return Cache([block.mixer.new_cache(batch, length, weight.device, weight.dtype) for block in self._blocks()])
 
     def flops_per_token(self, context: int | None = None) -> int:
         """Training FLOPs per token: 3 x forward (backward costs two forwards), attention counted causally."""
         context = context or self.config.context
         forward = 2 * self.head.weight.numel()
-        for block in self.blocks:
+        for block in self._blocks():
             forward += block.mixer.flops_per_token(context)
             forward += 2 * sum(p.numel() for p in block.feed_forward.parameters() if p.dim() > 1)
         return 3 * forward
