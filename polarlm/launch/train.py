@@ -139,6 +139,7 @@ def train_config(config: dict[str, Any]) -> float:
         if note:
             print(note, file=sys.stderr)
         open_folder(folder, job, again=again)
+        print(headline(job, folder, again=again), file=sys.stderr, flush=True)
         if job.plan.processes > 1:
             os.environ[FOLDER_VARIABLE] = str(folder)
     try:
@@ -166,6 +167,22 @@ def open_folder(folder: Path, job: Job, *, again: bool) -> None:
     if not again:
         # Last: config.yaml is what makes the folder a run folder.
         write_text(folder / "config.yaml", yaml.safe_dump(job.config, sort_keys=False, allow_unicode=True))
+
+
+def headline(job: Job, folder: Path, *, again: bool) -> str:
+    """What is about to happen, in three lines."""
+    choices, plan = job.config["choices"], job.plan
+    tokens = len(job.corpus.store("train"))
+    where = f"{job.accelerator}, {job.precision}" + (", compiled" if job.compiled else "")
+    if plan.processes > 1:
+        where = f"{plan.processes} processes ({job.config['trainer']['strategy']}), {where}"
+    epochs = job.steps * plan.tokens / tokens
+    return (
+        f"{'Continuing' if again else 'Training'} {folder}\n"
+        f"  {choices['block']} block, {choices['model']} model, {job.model.parameter_count():,} parameters; {where}\n"
+        f"  {choices['data']}: {tokens:,} tokens ({choices['tokenizer']}, vocabulary {job.corpus.tokenizer.vocab_size:,}); "
+        f"{job.steps:,} steps of {plan.tokens:,} tokens, {epochs:.1f} passes"
+    )
 
 
 def fit(job: Job, folder: Path) -> None:

@@ -1,0 +1,53 @@
+"""Every shipped choice composes, and what it composes to can be built."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from polarlm.model import GPTConfig
+from polarlm.training.batching import plan_batches, total_steps
+from polarlm.training.schedule import learning_rate_factor
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+GROUPS = ("model", "data", "tokenizer", "optim", "schedule", "trainer", "logger", "diagnostics")
+
+
+def choices(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+
+
+def composed(*overrides: str) -> dict:
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return OmegaConf.to_container(compose("train", overrides=list(overrides)))
+
+
+@pytest.mark.parametrize("choice", [f"{group}={name}" for group in GROUPS for name in choices(group)])
+def test_a_choice_composes_and_describes_a_possible_run(choice):
+    config = composed(choice)
+    GPTConfig(vocab_size=256, **config["model"])
+    context, trainer = config["model"]["context"], config["trainer"]
+    batch = trainer["batch_tokens"] if choice.split("=")[0] != "model" else context * 8
+    plan = plan_batches(batch, context, trainer["devices"] * trainer["nodes"], trainer["micro_batch_tokens"])
+    total = plan.tokens * total_steps(trainer["max_steps"], trainer["max_tokens"], plan.tokens)
+    schedule = {key: value for key, value in config["schedule"].items() if key != "kind"}
+    assert 0 < learning_rate_factor(config["schedule"]["kind"], total, **schedule)(total // 2) <= 1
+    assert float(config["optim"]["lr"]) > 0
+
+
+@pytest.mark.parametrize("name", choices("experiment"))
+def test_an_experiment_names_existing_choices_and_a_batch_that_can_be_cut(name):
+    config = composed(f"experiment={name}")
+    trainer = config["trainer"]
+    assert plan_batches(trainer["batch_tokens"], config["model"]["context"], 1, trainer["micro_batch_tokens"]).tokens == trainer["batch_tokens"]
+    assert name in (CONFIGS / "experiment" / f"{name}.yaml").read_text()  # the header shows the command
+
+
+def test_the_help_is_written_for_people():
+    import subprocess
+    import sys
+
+    out = subprocess.run([sys.executable, "train.py", "--help"], capture_output=True, text=True, cwd=CONFIGS.parent).stdout
+    for text in ("block: ", "polar", "trainer.max_steps", "Examples", "python train.py -m", "--cfg job"):
+        assert text in out
