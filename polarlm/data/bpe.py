@@ -97,9 +97,9 @@ class SubwordTokenizer(Tokenizer):
         found = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [self._checked(text, np.array(one.ids, np.uint32)) for text, one in zip(texts, found)]
 
-    def encode_slowly(self, text: str) -> list[int]:
+    def encode_slowly(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids by the `tokenizers` library itself: the reference the fast path must equal."""
-        return self._library.encode(text, add_special_tokens=False).ids
+        return [one.ids for one in self._library.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._library.decode([int(i) for i in ids], skip_special_tokens=False)
@@ -117,7 +117,7 @@ class SubwordTokenizer(Tokenizer):
     def _checked(self, text: str, ids: np.ndarray) -> np.ndarray:
         # A BPE without all bytes and without an unknown token drops what it does not know: refuse to train on holes.
         if self.unknown_id is None and text.strip() and not _covers(self.decode(ids.tolist()), text):
-            sample = next((c for c in text if not c.isspace() and not self.encode_slowly(c)), text[:20])
+            sample = next((c for c in text if not c.isspace() and not self.encode_slowly([c])[0]), text[:20])
             raise UserError(
                 f"This tokenizer drops text it does not know (for example {sample!r}) and has no unknown token; "
                 "use tokenizer=bpe, byte, or a tokenizer.json with all bytes in its alphabet."

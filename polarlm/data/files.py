@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -190,53 +191,18 @@ class FileUnit:
             yield checked_text(row[self.config.column], where, self.config)
 
     def _table_rows(self, kind: str) -> Iterator[str]:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
+        from polarlm.data.tables import column_values
 
-        column = self.config.column
         with contextlib.ExitStack() as stack:
-            try:
-                if kind == ".parquet":
-                    # Parquet is read from its end: a compressed one is unpacked to a temporary file first.
-                    raw: Any = stack.enter_context(self._open()) if _shape(self.path)[1] else str(self.path)
-                    if not isinstance(raw, str):
-                        spool = stack.enter_context(tempfile.TemporaryFile())
-                        while block := raw.read(_BLOCK):
-                            spool.write(block)
-                        spool.seek(0)
-                        raw = spool
-                    table = stack.enter_context(pq.ParquetFile(raw))
-                    _need_column(self.path, column, table.schema_arrow.names)
-                    batches = table.iter_batches(columns=[column], batch_size=256)
-                else:
-                    raw = stack.enter_context(self._open())
-                    batches = _arrow_batches(raw, self.path, column)
-                for batch in batches:
-                    for number, value in enumerate(batch.column(column).to_pylist()):
-                        yield checked_text(value, f"{self.path} row {number}", self.config)
-            except pa.ArrowInvalid as error:
-                raise UserError(f"{self.path} is not a readable {kind} file: {error}") from None
-
-
-def _arrow_batches(raw: IO[bytes], path: Path, column: str) -> Iterator[Any]:
-    import pyarrow as pa
-
-    # `datasets` writes the stream format, pyarrow's feather the file format (which begins with its name).
-    if raw.read(6) == b"ARROW1":
-        raw.seek(0)
-        reader = pa.ipc.open_file(raw)
-        _need_column(path, column, reader.schema.names)
-        yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
-    else:
-        raw.seek(0)
-        stream = pa.ipc.open_stream(raw)
-        _need_column(path, column, stream.schema.names)
-        yield from stream
-
-
-def _need_column(path: Path, column: str, names: list[str]) -> None:
-    if column not in names:
-        raise UserError(f"{path} has no column {column!r} (it has: {', '.join(names)}); set data.column.")
+            file = stack.enter_context(self._open())
+            if _shape(self.path)[1]:
+                # Tables are read by jumping about: a compressed one is unpacked to a temporary file first.
+                spool = stack.enter_context(tempfile.TemporaryFile())
+                shutil.copyfileobj(file, spool, _BLOCK)
+                spool.seek(0)
+                file = spool
+            for number, value in enumerate(column_values(file, kind, self.path, self.config.column)):
+                yield checked_text(value, f"{self.path} row {number}", self.config)
 
 
 def checked_text(value: Any, where: str, config: DataConfig) -> str:
