@@ -13,7 +13,7 @@ from polarlm.geometry.sphere import tangential_part
 D = 12
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10**6), scale=st.floats(1e-150, 1e150), radius=st.sampled_from([None, 1.0, 0.5, 9.0]))
 def test_polar_coordinates_invert_each_other(seed, scale, radius):
     x = scale * normal(seed, 5, D)

@@ -22,7 +22,7 @@ from polarlm.geometry.sphere import mean_direction, normalise, tangential_part
 D, S = 8, 5
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10**6), field=st.sampled_from(["real", "complex"]))
 def test_g3_likelihood_is_radial_plus_tangential_exactly(seed, field):
     m, u, x = positive(seed), unit(seed + 1, D), normal(seed + 2, S, D)
@@ -81,10 +81,10 @@ def test_g4_complex_projector_makes_the_statement_vacuous(seed):
         x = neighbours(seed + 3, eps, m, u)
         return sum(decoupling_error(m, u, x[j : j + 1], variance[j], "complex").abs() for j in range(S))
 
-    assert abs(order_of(remainder) - 2) < 0.1
+    assert abs(order_of(remainder, (1e-3, 3e-4, 1e-4)) - 2) < 0.2
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(c=st.floats(-1, 1))
 def test_g5_gap_between_exact_and_least_squares_tangent_term(c):
     assert abs(((1 - c * c) - 2 * (1 - c)) - -((1 - c) ** 2)) < 1e-15
@@ -100,7 +100,7 @@ def test_corollary_least_squares_is_the_tangent_term_to_fourth_order(seed):
         return tangential_likelihood(u, x, variance, field) - directional_least_squares(u, x, 1 / variance)
 
     assert abs(order_of(lambda e: gap(e, "real"), (3e-1, 1e-1, 3e-2)) - 4) < 0.2
-    assert abs(order_of(lambda e: gap(e, "complex")) - 2) < 0.2
+    assert abs(order_of(lambda e: gap(e, "complex"), (1e-3, 3e-4, 1e-4)) - 2) < 0.2
 
 
 @for_all_seeds
