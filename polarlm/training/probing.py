@@ -50,7 +50,7 @@ class Probing(pl.Callback):
             self.recorder.row |= self.probe(trainer, module)
 
     def probe(self, trainer: Any, module: Any) -> dict[str, float | None]:
-        """Probe now and write it; returns the flat scalars (empty on the ranks that do not measure)."""
+        """Probe now and write it; returns its flat scalars and what it cost."""
         assert self.batch is not None
         began = time.perf_counter()
         scalars: dict[str, float | None] = {}
@@ -68,8 +68,9 @@ class Probing(pl.Callback):
             elif is_sharded(module.model):
                 with torch.no_grad(), eval_mode(module.model):
                     module.model(batch["tokens"], documents=batch.get("documents"))
-        self.recorder.pause(time.perf_counter() - began)
-        return scalars
+        seconds = time.perf_counter() - began
+        self.recorder.pause(seconds)
+        return scalars | {"time/probe": round(seconds, 4)}
 
 
 def probe_batch(data: Any, *, tokens: int, length: int) -> dict[str, Tensor]:

@@ -50,7 +50,7 @@ def test_every_shipped_block_has_the_common_names(block):
     assert ("precision/log_evidence_spread" in probe.values) == (probe.heads > 1)
     assert len(probe.values["radial/residual_rms"]) == 4
     row = json.loads(json.dumps(probe.row(5, 640), allow_nan=False))
-    assert {"step": 5, "tokens": 640, "layers": 3, "heads": 4}.items() <= row.items()
+    assert (row["step"], row["tokens"], row["layers"], row["heads"]) == (5, 640, 3, probe.heads)
     for name, value in probe.values.items():
         per_head = [entry if isinstance(entry, list) else [entry] for entry in value]
         assert all(len(entry) in (1, probe.heads) for entry in per_head), name
