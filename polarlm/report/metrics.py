@@ -20,6 +20,9 @@ COLUMNS = (
     "val/bits_per_byte",
 )
 AXES = ("step", "tokens", "flops", "seconds")
+# A page draws 500 points of a curve: of longer files every k-th row is parsed, and every row that has an evaluation.
+MAX_ROWS = 4_000
+EVALUATION = b'"val/'
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ def read_metrics(path: Path) -> Metrics:
     torn = data[data.rfind(b"\n") + 1 :]
     if torn and not _is_object(torn):
         data = data[: len(data) - len(torn)]
+    data = _sample_rows(data)
     if not data.strip():
         return Metrics({name: np.empty(0) for name in COLUMNS}, unreadable=int(bool(torn)))
     import pyarrow as pa
@@ -74,6 +78,15 @@ def read_metrics(path: Path) -> Metrics:
     return Metrics(
         {name: table[name].combine_chunks().fill_null(np.nan).to_numpy(zero_copy_only=False) for name in COLUMNS}
     )
+
+
+def _sample_rows(data: bytes) -> bytes:
+    lines = data.split(b"\n")
+    every = -(-len(lines) // MAX_ROWS)
+    if every < 2:
+        return data
+    kept = [line for i, line in enumerate(lines) if i % every == 0 or EVALUATION in line]
+    return b"\n".join([*kept, *lines[-2:]])  # the newest row always counts; a repeated step is dropped later
 
 
 def _read_line_by_line(data: bytes) -> Metrics:

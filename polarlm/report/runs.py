@@ -69,6 +69,8 @@ class Run:
         value = self.summary.get(name)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return float(value) if math.isfinite(value) else None
+        if self.status == "finished" and name in self.summary:
+            return None  # the end of a diverged run: an earlier number must not stand in for it
         column = self.metrics.columns.get(name)
         if column is None or len(column) == 0:
             return None

@@ -47,7 +47,9 @@ def final_table(judgement: Judgement) -> Table:
 def difference_table(groups: Sequence[Group]) -> Table:
     """In which settings the groups differ: one row per setting, or one row per group when there are many groups."""
     if len(groups) <= MAX_COLUMNS:
-        differences = config_differences([group.runs[0] for group in groups])
+        found = config_differences([group.runs[0] for group in groups])
+        # The class of a block repeats the block's name.
+        differences = {key: values for key, values in found.items() if key != "block._target_"}
         return Table(
             ["setting", *(g.label for g in groups)],
             [[k, *(show(v) for v in values)] for k, values in differences.items()],

@@ -134,8 +134,11 @@ def test_two_hundred_long_runs_load_in_ten_seconds(tmp_path):
         (tmp_path / "runs" / f"run{index}" / "diagnostics").mkdir(parents=True)
         for file in files:
             os.link(source / file, tmp_path / "runs" / f"run{index}" / file)
-    start = time.perf_counter()
+    # Processor time, not the clock: other work on the machine must not decide. On two idle cores it is about twice the
+    # time that a reader waits.
+    start = time.process_time()
     runs = load_runs(find_run_folders([tmp_path / "runs"]))
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     assert len(runs) == 200
-    assert all(len(run.metrics) == 10_001 for run in runs)
+    assert all(run.metrics.columns["step"].max() == 10_000 for run in runs)
+    assert all(len(run.metrics.stream("val/loss")["step"]) == 1_000 for run in runs)

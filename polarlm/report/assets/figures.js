@@ -20,8 +20,10 @@ function render(id) {
   caption.replaceChildren(made ? made.title : "Nothing to show: all runs are hidden, or none has this quantity.");
   if (made && made.note) caption.append(element("small", { textContent: made.note }));
   if (key) key.replaceChildren(...(made ? made.groups || [] : []).map((g) => element("span", {}, swatch(g), DATA.groups[g].label)));
-  if (made && made.height) plot.style.height = made.height + "px";
+  const onPaper = document.documentElement.classList.contains("printing");
+  if (made && made.height) plot.style.height = (onPaper ? 0.7 : 1) * made.height + "px";
   const layout = made ? frame(made.layout) : frame({ xaxis: { visible: false }, yaxis: { visible: false } });
+  if (onPaper) Object.assign(layout, { width: plot.clientWidth, height: plot.clientHeight });
   return Plotly.react(plot, made ? made.traces : [], layout, { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] })
     .then(() => { plot.dataset.drawn = made ? made.traces.length : 0; });
 }

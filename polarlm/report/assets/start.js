@@ -44,8 +44,9 @@ async function start() {
   window.scrollTo(0, state.scroll);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { applyTheme(); redraw(); });
   // Paper is white, and a hidden plot has no size: draw everything for the printer, then go back.
-  addEventListener("beforeprint", () => { applyTheme(false); drawAll(); });
-  addEventListener("afterprint", () => { applyTheme(); redraw(); });
+  const printing = (yes) => { document.documentElement.classList.toggle("printing", yes); applyTheme(yes ? false : isDark()); };
+  addEventListener("beforeprint", () => { printing(true); drawAll(); });
+  addEventListener("afterprint", () => { printing(false); redraw(); });
   addEventListener("pagehide", remember);
   if (DATA.reload) live();
   document.documentElement.dataset.ready = "yes";

@@ -1,0 +1,221 @@
+"""The page in a real browser: it draws, stays offline, obeys its switches, and looks as kept in artifacts/."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from synthetic_runs import write_run, write_sweep
+from test_page import compare
+
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+ARTIFACTS = Path(__file__).resolve().parents[2] / "artifacts"
+FIGURES = ("bits", "perplexity", "training", "depth", "growth", "heat", "lag", "trajectory", "throughput", "value")
+# Drawn elements of a plot: lines, bars and points, heat-map images.
+MARKS = ".scatterlayer path, .barlayer path, .heatmaplayer image, .heatmaplayer path"
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (apt-get install chromium)")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+class Opened:
+    """A report in a browser; `close` checks that the console was silent and nothing but the file was asked for."""
+
+    def __init__(self, browser, path):
+        self.path, self.heard, self.asked = path, [], []
+        self.context = browser.new_context(viewport={"width": 1440, "height": 900}, color_scheme="light")
+        self.context.set_default_timeout(120_000)  # the machine may be busy with other tests
+        self.page = page = self.context.new_page()
+        page.on("console", lambda message: self.heard.append(message.text))
+        page.on("pageerror", lambda error: self.heard.append(str(error)))
+        page.on("dialog", lambda dialog: (self.heard.append(dialog.message), dialog.dismiss()))
+        page.on("request", lambda request: self.asked.append(request.url))
+        page.goto(path.as_uri())
+        page.wait_for_selector("html[data-ready=yes]")
+
+    def close(self):
+        self.context.close()
+        assert self.heard == []
+        assert set(self.asked) == {self.path.as_uri()}
+
+
+@pytest.fixture
+def open_page(browser):
+    opened = []
+
+    def open_(path):
+        opened.append(Opened(browser, path))
+        return opened[-1].page
+
+    yield open_
+    for one in opened:
+        one.close()
+
+
+@pytest.fixture(scope="module")
+def page(browser, tmp_path_factory):
+    """The report of a sweep, opened once; every test leaves it as it found it."""
+    folder = tmp_path_factory.mktemp("sweep")
+    write_sweep(folder / "runs")
+    compare(folder / "runs", "--out", folder / "report.html")
+    opened = Opened(browser, folder / "report.html")
+    opened.page.evaluate("drawAll()")
+    yield opened.page
+    opened.close()
+
+
+def traces(page, figure, condition="true"):
+    return page.evaluate(f"document.querySelector('#{figure} .plot').data.filter((t) => {condition}).length")
+
+
+def test_every_panel_has_marks_in_light_and_dark(page):
+    ARTIFACTS.mkdir(exist_ok=True)
+    for scheme in ("dark", "light"):
+        page.emulate_media(color_scheme=scheme)
+        page.wait_for_selector(f"html[data-theme={scheme}]")
+        page.evaluate("drawAll()")
+        for figure in FIGURES:
+            assert page.locator(f"#{figure}").locator(MARKS).count() > 0, figure
+            assert page.locator(f"#{figure} figcaption").inner_text().strip()
+        page.screenshot(path=ARTIFACTS / f"report-{scheme}.png", full_page=True)
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")  # nothing hangs over the side
+
+
+def test_toggling_a_run_hides_its_curves_and_a_group_its_panels(page):
+    run = page.evaluate("DATA.runs.find((r) => r.name === 'polar-seed1').href")
+    for figure in ("bits", "perplexity", "training"):
+        assert traces(page, figure, f"t.meta.run === '{run}'") == 1
+    page.locator("#groups details", has_text="polar").locator("summary .label").click()
+    page.locator(f'#groups input[data-run="{run}"]').uncheck()
+    page.evaluate("drawAll()")
+    for figure in ("bits", "perplexity", "training"):
+        assert traces(page, figure, f"t.meta.run === '{run}'") == 0
+        assert traces(page, figure, "t.meta.group === 2 && t.meta.run") == 2
+    page.locator('#groups input[data-group="2"]').click()  # partly shown: a click hides the rest
+    page.evaluate("drawAll()")
+    for figure in FIGURES:
+        assert traces(page, figure, "t.meta.group === 2") == 0, figure
+    page.locator("#show-none").click()
+    page.evaluate("drawAll()")
+    assert "Nothing to show" in page.locator("#bits figcaption").inner_text()
+    page.locator("#show-all").click()
+    page.evaluate("drawAll()")
+    assert traces(page, "bits", f"t.meta.run === '{run}'") == 1
+
+
+def test_axes_bands_smoothing_and_quantities_change_what_is_drawn(page):
+    before = page.evaluate("JSON.stringify(state)")
+    plot = "document.querySelector('#training .plot')"
+    first = page.evaluate(f"{plot}.data.at(-1).y")
+    page.locator("#axis button", has_text="FLOPs").click()
+    page.locator("#log-x").check()
+    page.locator("#log-y").check()
+    page.locator("#band").select_option("none")
+    page.locator("#each").uncheck()
+    page.evaluate("(value) => { const s = $('#smoothing'); s.value = value; s.oninput(); }", 0)
+    page.evaluate("drawAll()")
+    layout = page.evaluate(f"({{x: {plot}.layout.xaxis, y: {plot}.layout.yaxis}})")
+    assert (layout["x"]["type"], layout["y"]["type"]) == ("log", "log")
+    assert layout["x"]["title"]["text"] == "training FLOPs"
+    assert traces(page, "training") == 3
+    assert page.evaluate(f"{plot}.data.at(-1).y") != first
+    page.locator("#heat select").select_option("attention/entropy")
+    assert "Attention entropy" in page.locator("#heat figcaption").inner_text()
+    page.evaluate("(before) => { Object.assign(state, JSON.parse(before)); syncToolbar(); drawAll(); }", before)
+
+
+def test_hover_names_what_is_under_the_mouse(page):
+    page.evaluate("render('throughput')")
+    page.locator("#throughput .plot").scroll_into_view_if_needed()
+    box = page.locator("#throughput .plot .barlayer path").first.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 3, box["y"] + box["height"] / 2)
+    page.wait_for_selector("#throughput .hoverlayer text")
+    assert "tokens/s" in page.locator("#throughput .hoverlayer").text_content()
+
+
+def test_printing_is_light_and_fits_the_paper(page):
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_selector("html[data-theme=dark]")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.locator("html").get_attribute("data-theme") == "light"
+    edges = page.evaluate(
+        "[...document.querySelectorAll('.plot .main-svg')].map((s) => s.getBoundingClientRect().right)"
+    )
+    assert max(edges) <= 690  # A4 without margins at 96 dpi
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.locator("html").get_attribute("data-theme") == "dark"
+    assert page.pdf()[:4] == b"%PDF"
+    page.emulate_media(color_scheme="light")
+    page.wait_for_selector("html[data-theme=light]")
+
+
+def test_names_with_markup_are_shown_as_text(tmp_path, open_page):
+    evil = "<img src=x onerror=alert(1)><b>bold</b>"
+    write_run(tmp_path / "runs" / "a", "standard", 1, name=evil)
+    write_run(tmp_path / "runs" / "b", "<i onclick=alert(2)>", 1, name="</script><script>alert(3)</script>")
+    compare(tmp_path / "runs", "--out", tmp_path / "report.html")
+    page = open_page(tmp_path / "report.html")
+    page.evaluate("drawAll()")
+    assert page.locator("img").count() == 0
+    assert evil in page.locator("#groups").text_content()
+
+
+def test_a_single_unprobed_run_and_a_damaged_one_open_without_errors(tmp_path, open_page):
+    write_run(tmp_path / "runs" / "a", diagnostics=False, diverged=True)
+    write_run(tmp_path / "runs" / "b", "polar", diagnostics=False, status=None, tokenizer="byte", steps=30)
+    compare(tmp_path / "runs", "--out", tmp_path / "report.html")
+    page = open_page(tmp_path / "report.html")
+    page.evaluate("drawAll()")
+    assert page.locator("#unprobed").is_visible()
+    assert page.locator(".probed").count() == 0
+    assert "not comparable" in page.locator("#perplexity figcaption").inner_text()
+
+
+def test_a_watched_page_loads_itself_again_as_the_reader_left_it(tmp_path, open_page, monkeypatch):
+    from polarlm.report import commands
+
+    write_sweep(tmp_path / "runs", blocks=("standard",), seeds=(1, 2), diagnostics=False)
+    out = tmp_path / "report.html"
+
+    def use_the_page(seconds):
+        if use_the_page.page is None:
+            use_the_page.page = page = open_page(out)
+            assert "loads itself again every 5 s" in page.locator("#live").inner_text()
+            page.evaluate("state.axis = 'seconds'; toggle([DATA.runs[0]], false)")
+            write_run(tmp_path / "runs" / "new", "polar", diagnostics=False)
+            return
+        page = use_the_page.page
+        page.wait_for_function("typeof DATA !== 'undefined' && DATA && DATA.runs.length === 3")
+        page.wait_for_selector("html[data-ready=yes]")
+        assert page.evaluate("[state.axis, isShown(DATA.runs[0]), isShown(DATA.runs[1])]") == ["seconds", False, True]
+        raise KeyboardInterrupt
+
+    use_the_page.page = None
+    monkeypatch.setattr(commands.time, "sleep", use_the_page)
+    compare(tmp_path / "runs", "--watch", 5, "--out", out)
+
+
+@pytest.mark.slow
+def test_two_hundred_runs_stay_usable(tmp_path, open_page):
+    for index in range(200):
+        block, seed = ("standard", "rfa", "xsa", "polar")[index % 4], 1 + index // 40
+        changes = {"optim.lr": 1e-3 * (1 + index % 40 // 4)}
+        write_run(tmp_path / "runs" / f"r{index}", block, seed, 2000, log_every=5, probe_every=1000, changes=changes)
+    compare(tmp_path / "runs", "--out", tmp_path / "report.html")
+    assert (tmp_path / "report.html").stat().st_size < 8e6
+    page = open_page(tmp_path / "report.html")
+    assert page.locator("#groups details").count() == 40
+    # One redraw of the figures in view after a switch; generous, since this machine is shared.
+    took = page.evaluate(
+        "(() => { const t = performance.now(); render('bits'); render('training'); return performance.now() - t; })()"
+    )
+    assert took < 5000

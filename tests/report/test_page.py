@@ -1,0 +1,128 @@
+"""The page holds everything it needs, escapes what it was given, and stays small."""
+
+import argparse
+import base64
+import csv
+import gzip
+import io
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from synthetic_runs import write_run, write_sweep
+
+from polarlm.errors import UserError
+from polarlm.report import commands
+from polarlm.report.payload import rounded
+
+
+def compare(*arguments):
+    parser = argparse.ArgumentParser()
+    commands.add_parser(parser.add_subparsers(required=True))
+    options = parser.parse_args(["compare", *map(str, arguments)])
+    return options.run(options)
+
+
+def payload_of(page):
+    text = re.search(r'id="payload">([^<]+)<', page).group(1)
+    return json.loads(gzip.decompress(base64.b64decode(text)))
+
+
+class Tags(HTMLParser):
+    def __init__(self, page):
+        super().__init__()
+        self.found = []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.found.append((tag, dict(attributes)))
+
+
+def test_one_file_without_outside_references(tmp_path):
+    write_sweep(tmp_path / "runs")
+    assert compare(tmp_path / "runs" / "*", "--out", tmp_path / "report.html") == 0
+    page = (tmp_path / "report.html").read_text()
+    references = [a.get("src") or a.get("href") or "" for _, a in Tags(page).found]
+    assert not [r for r in references if r.startswith(("http:", "https:", "//"))]
+    assert (tmp_path / "report.html").stat().st_size < 3e6
+    assert 'href="runs/polar-seed1/"' in page
+    data = payload_of(page)
+    assert len(data["runs"]) == 9
+    assert data["diagnostics"][0]["final"]["radial/residual_rms"]["mean"][0] == pytest.approx(0.6, rel=0.1)
+    assert data["reload"] is None
+
+
+def test_names_with_markup_stay_text(tmp_path):
+    evil = '<img src=x onerror=alert(1)>"&'
+    write_run(tmp_path / "runs" / "a", "standard", 1, name=evil)
+    write_run(tmp_path / "runs" / "b", "<script>alert(2)</script>", 1, name="</script><script>alert(3)</script>")
+    compare(tmp_path / "runs", "--out", tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    tags = Tags(page).found
+    assert not [tag for tag, _ in tags if tag == "img"]
+    assert len([tag for tag, _ in tags if tag == "script"]) == 3  # library, data, script: the page's own
+    assert "alert(2)</script>" not in page
+    assert evil in {run["name"] for run in payload_of(page)["runs"]}
+
+
+def test_a_page_of_many_long_runs_stays_small(tmp_path):
+    for seed in range(1, 16):
+        for block in ("standard", "polar"):
+            write_run(tmp_path / "runs" / f"{block}{seed}", block, seed, steps=3000, log_every=1, layers=8, heads=8)
+    compare(tmp_path / "runs", "--out", tmp_path / "report.html")
+    assert (tmp_path / "report.html").stat().st_size < 4e6
+
+
+def test_runs_without_diagnostics_or_results_make_a_page(tmp_path):
+    write_run(tmp_path / "runs" / "plain", diagnostics=False)
+    (tmp_path / "runs" / "empty").mkdir()
+    (tmp_path / "runs" / "empty" / "config.yaml").write_text("seed: 3\n")
+    compare(tmp_path / "runs", "--out", tmp_path / "report.html")
+    data = payload_of((tmp_path / "report.html").read_text())
+    assert data["diagnostics"] == [None, None]
+
+
+def test_losses_that_are_no_numbers_become_gaps(tmp_path):
+    write_run(tmp_path / "runs" / "a", diverged=True, diagnostics=False)
+    compare(tmp_path / "runs", "--out", tmp_path / "report.html")
+    run = payload_of((tmp_path / "report.html").read_text())["runs"][0]
+    assert run["final"] is None
+    assert rounded(float("nan")) is None
+
+
+def test_text_csv_and_json_exports(tmp_path, capsys):
+    write_sweep(tmp_path / "runs", diagnostics=False)
+    compare(tmp_path / "runs", "--text", "--csv", tmp_path / "runs.csv", "--json", tmp_path / "runs.json")
+    assert "polar: better than standard" in " ".join(capsys.readouterr().out.split())
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "runs.csv").read_text())))
+    assert len(rows) == 9
+    assert {"run", "block", "seed", "status", "val/bits_per_byte"} <= set(rows[0])
+    exported = json.loads((tmp_path / "runs.json").read_text())
+    assert exported["judged"][0]["outcome"] == "baseline"
+    assert len(exported["runs"]) == 9
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_watching_rewrites_the_page_and_the_last_one_rests(tmp_path, monkeypatch):
+    write_run(tmp_path / "runs" / "a", diagnostics=False)
+    seen = []
+
+    def nap(seconds):
+        seen.append(payload_of((tmp_path / "report.html").read_text()))
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        write_run(tmp_path / "runs" / "b", seed=2, diagnostics=False)
+
+    monkeypatch.setattr(commands.time, "sleep", nap)
+    assert compare(tmp_path / "runs", "--watch", 3, "--out", tmp_path / "report.html") == 0
+    assert [len(data["runs"]) for data in seen] == [1, 2]
+    assert [data["reload"] for data in seen] == [3, 3]
+    assert payload_of((tmp_path / "report.html").read_text())["reload"] is None
+
+
+def test_nothing_found_is_a_sentence(tmp_path):
+    with pytest.raises(UserError, match="No run folder found"):
+        compare(tmp_path / "runs")
+    with pytest.raises(UserError, match="positive number of seconds"):
+        compare(tmp_path, "--watch", -1)
