@@ -31,6 +31,7 @@ def final_table(summary: dict[str, Any], folder: Path, sample: str | None) -> st
         ("parameters", f"{summary['parameters']:,}"),
         ("tokens", f"{summary['tokens']:,} in {clock(summary['seconds'])} ({short(summary['tokens_per_second'])} tokens/s)"),
         ("compute", f"{short(summary['flops_per_token'])}FLOPs per token, {'n/a' if mfu is None else f'{100 * mfu:.0f} %'} of the hardware's peak"),
+        ("step", step_split(summary.get("step_seconds") or {})),
         ("run folder", str(folder)),
         ("pictures", ", ".join(str(p) for p in sorted(folder.glob("*.png"))) or "none"),
     ]
@@ -38,3 +39,12 @@ def final_table(summary: dict[str, Any], folder: Path, sample: str | None) -> st
     if sample:
         lines += ["", "  sample", *(f"    {line}" for line in sample.splitlines())]
     return "\n".join(lines)
+
+
+def step_split(parts: dict[str, float | None]) -> str:
+    """'data 1 %, forward 30 %, …' of a typical step."""
+    known = {name: seconds for name, seconds in parts.items() if seconds is not None}
+    total = sum(known.values())
+    if not total:
+        return "n/a"
+    return f"{1000 * total:.0f} ms: " + ", ".join(f"{name} {100 * value / total:.0f} %" for name, value in known.items())

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,8 +186,8 @@ def headline(job: Job, folder: Path, *, again: bool) -> str:
     )
 
 
-def fit(job: Job, folder: Path) -> None:
-    """Lightning's loop with our callbacks."""
+def fit(job: Job, folder: Path, extra: Sequence[Any] = ()) -> None:
+    """Lightning's loop with our callbacks, and `extra` ones after them."""
     import lightning.pytorch as pl
 
     from polarlm.training.callbacks import JsonLines, Recorder, StepSeed, Validation
@@ -196,10 +197,14 @@ def fit(job: Job, folder: Path) -> None:
     from polarlm.training.probing import Probing
     from polarlm.training.progress import Progress
     from polarlm.training.signals import GracefulStop
+    from polarlm.training.throughput import StepTimes, hardware_peak
 
     t, config = job.config["trainer"], job.config
     recorder = Recorder(
-        batch_tokens=job.plan.tokens, flops_per_token=job.model.flops_per_token(job.plan.context), log_every=int(t["log_every"])
+        batch_tokens=job.plan.tokens,
+        flops_per_token=job.model.flops_per_token(job.plan.context),
+        log_every=int(t["log_every"]),
+        peak=hardware_peak(job.accelerator, job.precision, job.plan.processes),
     )
     progress = Progress(recorder, job.plan.tokens)
     checkpoint = LastCheckpoint(folder / "checkpoints", int(t["checkpoint_every"]))
@@ -231,7 +236,7 @@ def fit(job: Job, folder: Path) -> None:
             use_distributed_sampler=False,  # batches are already a function of (seed, step, rank)
             limit_val_batches=0,  # validation is a callback: see training/callbacks.py
             logger=loggers,
-            callbacks=[StepSeed(config["seed"]), validation, probing, recorder, progress, stop, checkpoint],
+            callbacks=[StepTimes(recorder), StepSeed(config["seed"]), validation, probing, recorder, progress, stop, *extra, checkpoint],
             plugins=[SafeCheckpointIO()],
             default_root_dir=folder,
             enable_model_summary=False,
@@ -274,7 +279,8 @@ def finish(job: Job, folder: Path) -> float:
     run = load_run(folder)
     rows = JsonLines(folder / "metrics.jsonl").rows()
     last = rows[-1]
-    speeds = sorted(row["tokens_per_second"] for row in rows if row.get("tokens_per_second"))
+    typical = {key: median(rows, key) for key in ("tokens_per_second", "mfu", *STEP_PARTS)}
+    parts = {key.removeprefix("time/"): typical.pop(key) for key in STEP_PARTS}
     options = config["sample"]
     sample = sample_text(
         run.model,
@@ -291,7 +297,8 @@ def finish(job: Job, folder: Path) -> float:
         "step": last["step"],
         "tokens": last["tokens"],
         "seconds": last["seconds"],
-        "tokens_per_second": speeds[len(speeds) // 2] if speeds else None,
+        **typical,
+        "step_seconds": parts,
         "flops_per_token": job.model.flops_per_token(job.plan.context),
         "baselines": baseline_numbers(ngram_losses(job.corpus), job.corpus),
         "sample": sample,
@@ -302,6 +309,16 @@ def finish(job: Job, folder: Path) -> float:
     write_summary_png(folder)
     print(final_table(summary, folder, sample))
     return float(summary["val/loss"])
+
+
+STEP_PARTS = ("time/data", "time/forward", "time/backward", "time/optimiser")
+
+
+def median(rows: list[dict[str, Any]], key: str) -> float | None:
+    """The median of a metric over its rows; the first, which pays for warming up, is left out when there are more."""
+    values = [row[key] for row in rows if row.get(key) is not None]
+    values = sorted(values[1:] or values)
+    return values[len(values) // 2] if values else None
 
 
 def quiet_libraries() -> None:

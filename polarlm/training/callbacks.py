@@ -84,8 +84,9 @@ class JsonLines(Logger):
 class Recorder(pl.Callback):
     """Collects what the other callbacks found at a step and writes it as one row to every logger."""
 
-    def __init__(self, *, batch_tokens: int, flops_per_token: int, log_every: int) -> None:
+    def __init__(self, *, batch_tokens: int, flops_per_token: int, log_every: int, peak: float | None = None) -> None:
         self.batch_tokens, self.flops_per_token, self.log_every = batch_tokens, flops_per_token, log_every
+        self.peak = peak  # FLOP/s of the hardware, None when unknown
         self.row: dict[str, Any] = {}
         self.last: dict[str, Any] = {}  # the newest value of every metric, for the progress bar
         self.seconds = 0.0  # training time of earlier processes of this run
@@ -139,6 +140,8 @@ class Recorder(pl.Callback):
                 "train/grad_norm": float(self.grad_norm) if self.grad_norm is not None else None,
                 "tokens_per_second": speed,
             }
+            if self.peak:
+                self.row["mfu"] = speed * self.flops_per_token / self.peak
             if not math.isfinite(loss):
                 raise FloatingPointError(f"The training loss became {loss} at step {step}; a lower optim.lr may help")
         if self.row:
