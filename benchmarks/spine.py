@@ -29,21 +29,28 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def composed(overrides: list[str], steps: int) -> dict:
     """The default configuration without validation, diagnostics and wandb."""
-    quiet = [f"trainer.max_steps={steps}", "trainer.val_every=0", "logger=none", "diagnostics=off", f"trainer.checkpoint_every={10**6}"]
+    quiet = [
+        f"trainer.max_steps={steps}",
+        "trainer.val_every=0",
+        "logger=none",
+        "diagnostics=off",
+        f"trainer.checkpoint_every={10**6}",
+    ]
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         cfg = compose("train", overrides=[*overrides, *quiet], return_hydra_config=True)
         choices = cfg.hydra.runtime.choices
         OmegaConf.set_struct(cfg, False)
         del cfg["hydra"]
-    return {**OmegaConf.to_container(cfg, resolve=True), "choices": {k: v for k, v in choices.items() if "hydra" not in k}}  # type: ignore[dict-item]
+    return {
+        **OmegaConf.to_container(cfg, resolve=True),
+        "choices": {k: v for k, v in choices.items() if "hydra" not in k},
+    }  # type: ignore[dict-item]
 
 
 def bare_steps(job: Job) -> list[float]:
     """Seconds of each step of a loop with nothing around it."""
     o = job.config["optim"]
-    optimiser = build_adamw(
-        job.model, lr=o["lr"], betas=tuple(o["betas"]), eps=o["eps"], weight_decay=o["weight_decay"], estimator_lr_factor=o["estimator_lr_factor"]
-    )  # fmt: skip
+    optimiser = build_adamw(job.model, **{key: value for key, value in o.items() if key != "grad_clip"})
     batches = iter(job.data.train_dataloader())
     times = []
     for _ in range(job.steps):
@@ -98,7 +105,10 @@ def main() -> None:
     a, b = statistics.median(bare), statistics.median(ours)
     wait = statistics.median(data) / b
     print(f"bare torch loop  {1000 * a:8.2f} ms per step")
-    print(f"polarlm          {1000 * b:8.2f} ms per step   ratio {b / a:.3f}   waiting for data {100 * wait:.2f} % of a step")
+    print(
+        f"polarlm          {1000 * b:8.2f} ms per step   ratio {b / a:.3f}   "
+        f"waiting for data {100 * wait:.2f} % of a step"
+    )
     sys.exit(0)
 
 

@@ -33,7 +33,9 @@ def parser() -> argparse.ArgumentParser:
     from polarlm.report import commands as report
     from polarlm.training import wandb_workspace
 
-    top = argparse.ArgumentParser(prog="python -m polarlm", description="Look at, use and compare trained runs. (--debug shows tracebacks)")
+    top = argparse.ArgumentParser(
+        prog="python -m polarlm", description="Look at, use and compare trained runs. (--debug shows tracebacks)"
+    )
     verbs = top.add_subparsers(title="verbs", metavar="verb", required=True)
     for room in (evaluation, report, data, wandb_workspace):
         room.add_parser(verbs)

@@ -40,7 +40,10 @@ def test_a_choice_composes_and_describes_a_possible_run(choice):
 def test_an_experiment_names_existing_choices_and_a_batch_that_can_be_cut(name):
     config = composed(f"experiment={name}")
     trainer = config["trainer"]
-    assert plan_batches(trainer["batch_tokens"], config["model"]["context"], 1, trainer["micro_batch_tokens"]).tokens == trainer["batch_tokens"]
+    assert (
+        plan_batches(trainer["batch_tokens"], config["model"]["context"], 1, trainer["micro_batch_tokens"]).tokens
+        == trainer["batch_tokens"]
+    )
     assert name in (CONFIGS / "experiment" / f"{name}.yaml").read_text()  # the header shows the command
 
 
@@ -48,6 +51,8 @@ def test_the_help_is_written_for_people():
     import subprocess
     import sys
 
-    out = subprocess.run([sys.executable, "train.py", "--help"], capture_output=True, text=True, cwd=CONFIGS.parent).stdout
+    out = subprocess.run(
+        [sys.executable, "train.py", "--help"], capture_output=True, text=True, cwd=CONFIGS.parent
+    ).stdout
     for text in ("block: ", "polar", "trainer.max_steps", "Examples", "python train.py -m", "--cfg job"):
         assert text in out

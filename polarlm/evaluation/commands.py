@@ -12,7 +12,9 @@ def add_parser(verbs: Any) -> None:
     p.add_argument("folder", metavar="run", help="run folder, or a .ckpt or .safetensors file inside one")
     p.add_argument("--prompt", default="", help="text to continue; empty starts a new document")
     p.add_argument("--tokens", type=int, default=200, help="how many tokens to write (default 200)")
-    p.add_argument("--temperature", type=float, default=0.8, help="0 takes the most likely token each time (default 0.8)")
+    p.add_argument(
+        "--temperature", type=float, default=0.8, help="0 takes the most likely token each time (default 0.8)"
+    )
     p.add_argument("--top-k", type=int, default=None, help="sample from the k most likely tokens")
     p.add_argument("--top-p", type=float, default=None, help="sample from the smallest set with this probability")
     p.add_argument("--seed", type=int, default=0)

@@ -41,7 +41,7 @@ def sample_tokens(
     """Yield up to `count` tokens; temperature 0 takes the most likely one. Longer texts slide the window by half."""
     if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
         raise UserError(
-            f"temperature={temperature}, top_k={top_k}, top_p={top_p}: temperature must be ≥ 0, top_k ≥ 1, 0 < top_p ≤ 1"
+            f"temperature={temperature}, top_k={top_k}, top_p={top_p}: need temperature ≥ 0, top_k ≥ 1, 0 < top_p ≤ 1"
         )
     if not prompt:
         raise UserError("Generation needs at least one token to start from; give a prompt")

@@ -37,7 +37,13 @@ def judge(run: Run, split: str, cache_dir: str) -> dict[str, Any]:
     trainer = config["trainer"]
     # The same micro-batches as in training on one process: the same sums in the same order.
     plan = plan_batches(int(trainer["batch_tokens"]), config["model"]["context"], 1, int(trainer["micro_batch_tokens"]))
-    data = LMDataModule(corpus, context=plan.context, micro_batch=plan.micro, seed=config["seed"], mask_documents=config["data"]["mask_documents"])
+    data = LMDataModule(
+        corpus,
+        context=plan.context,
+        micro_batch=plan.micro,
+        seed=config["seed"],
+        mask_documents=config["data"]["mask_documents"],
+    )
     found = evaluate(
         run.model,
         data.eval_dataloader(split, whole=True),

@@ -34,7 +34,9 @@ def find_run(where: str | Path) -> tuple[Path, Path]:
     """(run folder, weight file) for a run folder or a file inside its checkpoints/."""
     path = Path(where)
     if not path.exists():
-        raise UserError(f"{path} does not exist; give a run folder (runs/<name>) or a .ckpt or .safetensors file inside one")
+        raise UserError(
+            f"{path} does not exist; give a run folder (runs/<name>) or a .ckpt or .safetensors file inside one"
+        )
     if path.is_file():
         folder = path.parent.parent
         if path.suffix not in (".ckpt", ".safetensors"):
@@ -85,8 +87,8 @@ def load_run(where: str | Path, device: str = "auto") -> Run:
     vocabulary = weights["embedding.weight"].shape[0]
     if vocabulary != tokenizer.vocab_size:
         raise UserError(
-            f"{path} was trained with a vocabulary of {vocabulary}, but {folder / 'tokenizer'} has {tokenizer.vocab_size} "
-            "tokens: the two do not belong together"
+            f"{path} was trained with a vocabulary of {vocabulary}, but {folder / 'tokenizer'} has "
+            f"{tokenizer.vocab_size} tokens: the two do not belong together"
         )
     model = build_model(config, vocabulary)
     if model.config.tie_embeddings:

@@ -85,9 +85,12 @@ def explain(error: Exception) -> str:
     text = str(error)
     override = getattr(error, "override", None)
     if override is not None:
-        return f"'{override}' is not a valid setting: {text.splitlines()[0]}. Write key=value; quote values with special characters"
+        why = text.splitlines()[0]
+        return f"'{override}' is not a valid setting: {why}. Write key=value; quote values with special characters"
     cause = str(error.__cause__ or "")
-    missing = re.search(r"Could not find '([\w./-]+)'", text) or re.search(r"In '.*?': Could not find '([\w./-]+)'", text)
+    missing = re.search(r"Could not find '([\w./-]+)'", text) or re.search(
+        r"In '.*?': Could not find '([\w./-]+)'", text
+    )
     if missing and "/" in missing[1]:
         group, _, choice = missing[1].rpartition("/")
         options = sorted(p.stem for p in (CONFIGS / group).glob("*.yaml"))
@@ -95,16 +98,15 @@ def explain(error: Exception) -> str:
     key = re.search(r"Could not override '([\w.@/]+)'", text) or re.search(r"Key '([\w.]+)' is not in struct", text)
     if key:
         keys = [k for k, _ in _known_keys()]
-        return (
-            f"There is no setting '{key[1]}'. {nearest(key[1], keys)}"
-            "See all with: python train.py --cfg job"
-        )
+        return f"There is no setting '{key[1]}'. {nearest(key[1], keys)}See all with: python train.py --cfg job"
     lost = re.search(r"Could not append to config\. An item is already at '([\w.]+)'", text)
     if lost:
         return f"'{lost[1]}' exists already; write {lost[1]}=… without the +"
     if "Missing mandatory value" in text or "MissingMandatoryValue" in type(error).__name__:
         return text.splitlines()[0] + "; give it on the command line"
-    return " ".join(part.strip() for part in (text + ("\n" + cause if cause and cause not in text else "")).splitlines()[:4])
+    return " ".join(
+        part.strip() for part in (text + ("\n" + cause if cause and cause not in text else "")).splitlines()[:4]
+    )
 
 
 def nearest(word: str, options: list[str]) -> str:

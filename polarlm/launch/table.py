@@ -22,15 +22,25 @@ def final_table(summary: dict[str, Any], folder: Path, sample: str | None) -> st
                 )
             )
     for name, found in (summary.get("baselines") or {}).items():
-        rows.append((f"{name} baseline", f"{found['loss']:.4f}", f"{found['perplexity']:.2f}", f"{found['bits_per_byte']:.4f}"))
+        rows.append(
+            (f"{name} baseline", f"{found['loss']:.4f}", f"{found['perplexity']:.2f}", f"{found['bits_per_byte']:.4f}")
+        )
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    lines = [f"  {row[0]:<{widths[0]}}  " + "  ".join(f"{cell:>{w}}" for cell, w in zip(row[1:], widths[1:])) for row in rows]
-    mfu = summary.get("mfu")
+    lines = [
+        f"  {row[0]:<{widths[0]}}  " + "  ".join(f"{cell:>{w}}" for cell, w in zip(row[1:], widths[1:])) for row in rows
+    ]
+    peak = "n/a" if summary.get("mfu") is None else f"{100 * summary['mfu']:.0f} %"
     facts = [
         ("block", str(summary["block"])),
         ("parameters", f"{summary['parameters']:,}"),
-        ("tokens", f"{summary['tokens']:,} in {clock(summary['seconds'])} ({short(summary['tokens_per_second'])} tokens/s)"),
-        ("compute", f"{short(summary['flops_per_token'])}FLOPs per token, {'n/a' if mfu is None else f'{100 * mfu:.0f} %'} of the hardware's peak"),
+        (
+            "tokens",
+            f"{summary['tokens']:,} in {clock(summary['seconds'])} ({short(summary['tokens_per_second'])} tokens/s)",
+        ),
+        (
+            "compute",
+            f"{short(summary['flops_per_token'])}FLOPs per token, {peak} of the hardware's peak",
+        ),
         ("step", step_split(summary.get("step_seconds") or {})),
         ("run folder", str(folder)),
         ("pictures", ", ".join(str(p) for p in sorted(folder.glob("*.png"))) or "none"),
@@ -47,4 +57,6 @@ def step_split(parts: dict[str, float | None]) -> str:
     total = sum(known.values())
     if not total:
         return "n/a"
-    return f"{1000 * total:.0f} ms: " + ", ".join(f"{name} {100 * value / total:.0f} %" for name, value in known.items())
+    return f"{1000 * total:.0f} ms: " + ", ".join(
+        f"{name} {100 * value / total:.0f} %" for name, value in known.items()
+    )

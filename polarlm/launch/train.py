@@ -55,7 +55,11 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     choices = HydraConfig.get().runtime.choices
     config["choices"] = {k: v for k, v in choices.items() if "hydra" not in k and v is not None}
-    known = set(OmegaConf.load(Path(__file__).resolve().parents[2] / "configs" / "train.yaml")) | set(GROUP_KEYS) | {"choices"}
+    known = (
+        set(OmegaConf.load(Path(__file__).resolve().parents[2] / "configs" / "train.yaml"))
+        | set(GROUP_KEYS)
+        | {"choices"}
+    )
     for key in config.keys() - known:
         warnings.warn(f"The setting '{key}' is not known to polarlm and has no effect", stacklevel=2)
     if not isinstance(config["seed"], int) or config["seed"] < 0:
@@ -150,7 +154,9 @@ def train_config(config: dict[str, Any]) -> float:
         if first:
             summary = read_json(folder / "summary.json") or {}
             status = "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
-            write_json(folder / "summary.json", {**summary, "status": status, "error": f"{type(error).__name__}: {error}"})
+            write_json(
+                folder / "summary.json", {**summary, "status": status, "error": f"{type(error).__name__}: {error}"}
+            )
         raise
     finally:
         os.environ.pop(FOLDER_VARIABLE, None) if first else None
@@ -163,7 +169,12 @@ def open_folder(folder: Path, job: Job, *, again: bool) -> None:
         job.corpus.tokenizer.save(folder / "tokenizer")
         write_json(folder / "corpus.json", job.corpus.describe())
     write_json(folder / "environment.json", environment())
-    parts = {"name": folder.name, "block": job.config["choices"]["block"], "group": job.config["group"], "seed": job.config["seed"]}
+    parts = {
+        "name": folder.name,
+        "block": job.config["choices"]["block"],
+        "group": job.config["group"],
+        "seed": job.config["seed"],
+    }
     write_json(folder / "summary.json", {**parts, "parameters": job.model.parameter_count(), "status": "running"})
     if not again:
         # Last: config.yaml is what makes the folder a run folder.
@@ -181,7 +192,8 @@ def headline(job: Job, folder: Path, *, again: bool) -> str:
     return (
         f"{'Continuing' if again else 'Training'} {folder}\n"
         f"  {choices['block']} block, {choices['model']} model, {job.model.parameter_count():,} parameters; {where}\n"
-        f"  {choices['data']}: {tokens:,} tokens ({choices['tokenizer']}, vocabulary {job.corpus.tokenizer.vocab_size:,}); "
+        f"  {choices['data']}: {tokens:,} tokens "
+        f"({choices['tokenizer']}, vocabulary {job.corpus.tokenizer.vocab_size:,}); "
         f"{job.steps:,} steps of {plan.tokens:,} tokens, {epochs:.1f} passes"
     )
 
@@ -236,7 +248,17 @@ def fit(job: Job, folder: Path, extra: Sequence[Any] = ()) -> None:
             use_distributed_sampler=False,  # batches are already a function of (seed, step, rank)
             limit_val_batches=0,  # validation is a callback: see training/callbacks.py
             logger=loggers,
-            callbacks=[StepTimes(recorder), StepSeed(config["seed"]), validation, probing, recorder, progress, stop, *extra, checkpoint],
+            callbacks=[
+                StepTimes(recorder),
+                StepSeed(config["seed"]),
+                validation,
+                probing,
+                recorder,
+                progress,
+                stop,
+                *extra,
+                checkpoint,
+            ],
             plugins=[SafeCheckpointIO()],
             default_root_dir=folder,
             enable_model_summary=False,
@@ -258,7 +280,9 @@ def build_strategy(name: str, processes: int) -> Any:
     if name == "fsdp":
         from lightning.pytorch.strategies import ModelParallelStrategy
 
-        return ModelParallelStrategy(data_parallel_size=processes, tensor_parallel_size=1, save_distributed_checkpoint=False)
+        return ModelParallelStrategy(
+            data_parallel_size=processes, tensor_parallel_size=1, save_distributed_checkpoint=False
+        )
     if name == "auto":
         return "ddp" if processes > 1 else "auto"
     return name
@@ -267,15 +291,17 @@ def build_strategy(name: str, processes: int) -> Any:
 def finish(job: Job, folder: Path) -> float:
     """Weights for sharing, a sample, pictures, the summary and the table."""
     from polarlm.data.baselines import ngram_losses
+    from polarlm.evaluation.generate import sample_text
     from polarlm.evaluation.judge import baseline_numbers
     from polarlm.evaluation.restore import load_run, load_weights, save_weights
-    from polarlm.evaluation.generate import sample_text
     from polarlm.report.figure import write_summary_png
     from polarlm.training.callbacks import JsonLines
 
     config = job.config
     checkpoints = folder / "checkpoints"
-    save_weights(load_weights(checkpoints / "last.ckpt"), checkpoints / "model.safetensors", tied=job.model.config.tie_embeddings)
+    save_weights(
+        load_weights(checkpoints / "last.ckpt"), checkpoints / "model.safetensors", tied=job.model.config.tie_embeddings
+    )
     run = load_run(folder)
     rows = JsonLines(folder / "metrics.jsonl").rows()
     last = rows[-1]
@@ -325,6 +351,12 @@ def quiet_libraries() -> None:
     """Silence what Lightning says to developers of Lightning; our own messages stay readable."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    for text in (".*have no `validation_step`.*", ".*does not have many workers.*", ".*LeafSpec.*", ".*Checkpoint directory.*", ".*isinstance\\(treespec.*"):
+    for text in (
+        ".*have no `validation_step`.*",
+        ".*does not have many workers.*",
+        ".*LeafSpec.*",
+        ".*Checkpoint directory.*",
+        ".*isinstance\\(treespec.*",
+    ):
         warnings.filterwarnings("ignore", message=text)
     warnings.filterwarnings("ignore", category=FutureWarning)

@@ -32,7 +32,9 @@ def plan_batches(batch_tokens: int, context: int, processes: int, micro_batch_to
             f"the nearest that is: {nearest}"
         )
     sequences = batch_tokens // context // processes
-    fitting = [m for m in range(1, sequences + 1) if sequences % m == 0 and m * context <= max(micro_batch_tokens, context)]
+    fitting = [
+        m for m in range(1, sequences + 1) if sequences % m == 0 and m * context <= max(micro_batch_tokens, context)
+    ]
     micro = max(fitting)
     return BatchPlan(context, micro, sequences // micro, processes)
 
@@ -41,5 +43,7 @@ def total_steps(max_steps: int | None, max_tokens: float | None, batch_tokens: i
     """The number of optimiser steps that trainer.max_tokens (which wins) or trainer.max_steps ask for."""
     steps = -(-int(max_tokens) // batch_tokens) if max_tokens is not None else max_steps
     if steps is None or steps < 1:
-        raise UserError(f"The run would have {steps} steps; set trainer.max_steps (or trainer.max_tokens) to at least 1")
+        raise UserError(
+            f"The run would have {steps} steps; set trainer.max_steps (or trainer.max_tokens) to at least 1"
+        )
     return int(steps)

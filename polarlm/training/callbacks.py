@@ -28,7 +28,9 @@ class StepSeed(pl.Callback):
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
-    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_index: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_index: int
+    ) -> None:
         micro = batch_index % trainer.accumulate_grad_batches
         torch.manual_seed((((self.seed * 1_000_003 + trainer.global_step) * 1009) + trainer.global_rank) * 1009 + micro)
 
@@ -40,7 +42,7 @@ class JsonLines(Logger):
         super().__init__()
         self.path = path
 
-    name = "metrics"  # type: ignore[assignment]
+    name = "metrics"
     version = ""
 
     @property
@@ -78,7 +80,11 @@ class JsonLines(Logger):
 
     def rows(self) -> list[dict[str, Any]]:
         """All rows written so far."""
-        return [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()] if self.path.exists() else []
+        return (
+            [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
+            if self.path.exists()
+            else []
+        )
 
 
 class Recorder(pl.Callback):
@@ -150,7 +156,12 @@ class Recorder(pl.Callback):
     def write(self, trainer: pl.Trainer, step: int) -> None:
         """Write the collected row."""
         tokens = step * self.batch_tokens
-        row = {"step": step, "tokens": tokens, "seconds": round(self.elapsed(), 3), "flops": tokens * self.flops_per_token}
+        row = {
+            "step": step,
+            "tokens": tokens,
+            "seconds": round(self.elapsed(), 3),
+            "flops": tokens * self.flops_per_token,
+        }
         row |= self.row
         self.last |= row
         for logger in trainer.loggers:
@@ -167,7 +178,9 @@ class Recorder(pl.Callback):
 class Validation(pl.Callback):
     """Every `every` steps on part of the validation split; at the last step on every evaluation split, whole."""
 
-    def __init__(self, recorder: Recorder, *, every: int, on_progress: Callable[[str, int, int], None] | None = None) -> None:
+    def __init__(
+        self, recorder: Recorder, *, every: int, on_progress: Callable[[str, int, int], None] | None = None
+    ) -> None:
         self.recorder, self.every, self.on_progress = recorder, every, on_progress
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_index: int) -> None:

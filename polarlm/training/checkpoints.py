@@ -28,7 +28,9 @@ class SafeCheckpointIO(CheckpointIO):
         load_checkpoint(beside, mmap=True)
         os.replace(beside, target)
 
-    def load_checkpoint(self, path: Any, map_location: Any | None = None, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: Any, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """Load tensors and plain containers; anything else in the file is refused."""
         return load_checkpoint(Path(path), map_location=map_location or "cpu")
 
@@ -63,4 +65,6 @@ def load_checkpoint(path: Path, *, map_location: Any = "cpu", mmap: bool = False
         raise UserError(f"There is no checkpoint at {path}") from None
     except Exception as error:  # torch raises many types for damaged or unsafe files; all mean the same to a user
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"{path} can't be loaded as a checkpoint (damaged, or it holds more than tensors): {first}") from error
+        raise UserError(
+            f"{path} can't be loaded as a checkpoint (damaged, or it holds more than tensors): {first}"
+        ) from error

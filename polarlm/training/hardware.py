@@ -26,7 +26,9 @@ def choose_precision(wanted: str, accelerator: str) -> str:
         raise UserError(f"trainer.precision={wanted!r} is unknown; choose one of {', '.join(PRECISIONS)}")
     if wanted != "auto":
         return wanted
-    return "bf16-mixed" if accelerator == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
+    return (
+        "bf16-mixed" if accelerator == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
+    )
 
 
 def choose_compile(wanted: bool | str, accelerator: str) -> bool:

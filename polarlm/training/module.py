@@ -20,7 +20,14 @@ class LanguageModel(pl.LightningModule):
     """Next-token training of a GPT; everything it needs beyond the model is plain numbers."""
 
     def __init__(
-        self, model: GPT, *, optim: dict[str, Any], schedule: dict[str, Any], batch_tokens: int, max_steps: int, compiled: bool
+        self,
+        model: GPT,
+        *,
+        optim: dict[str, Any],
+        schedule: dict[str, Any],
+        batch_tokens: int,
+        max_steps: int,
+        compiled: bool,
     ) -> None:
         super().__init__()
         self.model = model
@@ -50,17 +57,9 @@ class LanguageModel(pl.LightningModule):
         self.step_loss = detached if self.step_loss is None else self.step_loss + detached
         return loss
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> Any:
         """AdamW and a per-step schedule counted in tokens."""
-        o = self.optim
-        optimiser = build_adamw(
-            self.model,
-            lr=float(o["lr"]),
-            betas=(float(o["betas"][0]), float(o["betas"][1])),
-            eps=float(o["eps"]),
-            weight_decay=float(o["weight_decay"]),
-            estimator_lr_factor=float(o["estimator_lr_factor"]),
-        )
+        optimiser = build_adamw(self.model, **{key: value for key, value in self.optim.items() if key != "grad_clip"})
         options = {key: value for key, value in self.schedule.items() if key != "kind"}
         factor = learning_rate_factor(self.schedule["kind"], self.batch_tokens * self.max_steps, **options)
         # Step s (from 0) is taken with the factor at its end, so that the first step of a warm-up is not wasted.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def build_adamw(
     model: nn.Module,
     *,
     lr: float,
-    betas: tuple[float, float],
+    betas: Sequence[float],
     eps: float,
     weight_decay: float,
     estimator_lr_factor: float,
@@ -48,4 +49,6 @@ def build_adamw(
     ]
     devices = {p.device.type for group in groups.values() for p in group}
     fused = "fused" in inspect.signature(torch.optim.AdamW).parameters and devices <= {"cpu", "cuda"}
-    return torch.optim.AdamW([g for g in options if g["params"]], lr=lr, betas=betas, eps=eps, fused=fused)
+    return torch.optim.AdamW(
+        [g for g in options if g["params"]], lr=lr, betas=(betas[0], betas[1]), eps=eps, fused=fused
+    )

@@ -53,7 +53,11 @@ class Progress(ProgressBar):
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn
 
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.completed}/{task.total} {task.fields[text]}"))
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.completed}/{task.total} {task.fields[text]}"),
+            )
             self.live = Progress(*columns, console=Console(stderr=True))
             self.training = self.live.add_task("train", total=trainer.max_steps, completed=trainer.global_step, text="")
             self.live.start()
@@ -64,7 +68,11 @@ class Progress(ProgressBar):
         left = trained / max(1, step - self._first_step) * (total - step)
         parts = [f"{short(step * self.batch_tokens)} tokens"]
         if "train/loss" in last:
-            parts += [f"loss {last['train/loss']:.3f}", f"lr {last['train/lr']:.1e}", f"{short(last['tokens_per_second'])} tok/s"]
+            parts += [
+                f"loss {last['train/loss']:.3f}",
+                f"lr {last['train/lr']:.1e}",
+                f"{short(last['tokens_per_second'])} tok/s",
+            ]
         if "val/loss" in last:
             parts.append(f"val {last['val/loss']:.3f}")
         return "  ".join([*parts, f"left {clock(left)}"])

@@ -130,6 +130,10 @@ def environment() -> dict[str, Any]:
         "git_commit": git("rev-parse", "HEAD"),
         "git_dirty": bool(status) if status is not None else None,
         "platform": platform.platform(),
-        "cpu": {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "capability": torch.backends.cpu.get_cpu_capability()},
+        "cpu": {
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "capability": torch.backends.cpu.get_cpu_capability(),
+        },
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }

@@ -38,7 +38,10 @@ def evaluate(
             targets = batch["targets"].to(device)
             documents = batch.get("documents")
             nats = model.loss(
-                batch["tokens"].to(device), targets, documents=None if documents is None else documents.to(device), reduction="sum"
+                batch["tokens"].to(device),
+                targets,
+                documents=None if documents is None else documents.to(device),
+                reduction="sum",
             )
             totals += torch.stack([nats.double(), (targets != IGNORED).sum().double()])
             if on_batch:

@@ -56,7 +56,9 @@ class Shell:
         self.count += 1
         log = self.folder / f"log-{self.count}.txt"
         path = str(ROOT / script)
-        process = self.context.Process(target=_child, args=(path, list(arguments), str(self.folder), str(log), environment))
+        process = self.context.Process(
+            target=_child, args=(path, list(arguments), str(self.folder), str(log), environment)
+        )
         process.start()
         process.log = log
         return process
@@ -75,7 +77,13 @@ class Shell:
         return self.run("train.py", *self.tiny(), *arguments, **environment)
 
     def tiny(self) -> list[str]:
-        return ["data=text", f"data.path={self.corpus}", f"runs_dir={self.folder}/runs", f"cache_dir={self.folder}/cache", *TINY]
+        return [
+            "data=text",
+            f"data.path={self.corpus}",
+            f"runs_dir={self.folder}/runs",
+            f"cache_dir={self.folder}/cache",
+            *TINY,
+        ]
 
     def rows(self, name: str) -> list[dict]:
         return [json.loads(line) for line in (self.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
@@ -98,7 +106,9 @@ def numbers(rows: list[dict]) -> list[dict]:
 @pytest.fixture(scope="session")
 def forkserver():
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "lightning.pytorch", "hydra", "datasets", "polarlm.launch.train", "polarlm.training.module"])
+    context.set_forkserver_preload(
+        ["torch", "lightning.pytorch", "hydra", "datasets", "polarlm.launch.train", "polarlm.training.module"]
+    )
     return context
 
 
