@@ -12,6 +12,7 @@ from polarlm.errors import UserError
 
 from .noise import AttentionOutput, DirectionalNoise, RadialNoise
 from .reference import reference_attention
+from .streaming import streaming_attention
 
 __all__ = ["BACKENDS", "KERNELS", "AttentionOutput", "DirectionalNoise", "RadialNoise", "robust_attention"]
 
@@ -43,22 +44,34 @@ def robust_attention(
     attention must not cross. `dropout` acts on the weights and leaves the log-evidence alone.
     """
     _check(q, k, v, magnitude, noise, kernel, radial, radial_mode, documents, backend)
+    options = dict(
+        kernel=kernel,
+        decay_keys=decay_keys,
+        decay_values=decay_values,
+        radial=radial,
+        radial_mode=radial_mode,
+        documents=documents,
+        dropout=dropout,
+    )
+    backend = _choose(backend, return_weights, radial_mode, decay_values)
     with torch.autocast(q.device.type, enabled=False):
-        return reference_attention(
-            q,
-            k,
-            v,
-            magnitude,
-            noise,
-            kernel=kernel,
-            decay_keys=decay_keys,
-            decay_values=decay_values,
-            radial=radial,
-            radial_mode=radial_mode,
-            documents=documents,
-            dropout=dropout,
-            return_weights=return_weights,
-        )
+        if backend == "reference":
+            return reference_attention(q, k, v, magnitude, noise, return_weights=return_weights, **options)
+        return streaming_attention(q, k, v, magnitude, noise, **options)
+
+
+def _choose(backend: str, return_weights: bool, radial_mode: str, decay_values: bool) -> str:
+    """The backend that will run; an explicit choice that cannot do the job is an error that says why."""
+    obstacle = None
+    if return_weights:
+        obstacle = "it never holds the weights that were asked for"
+    elif radial_mode == "shared" and decay_values:
+        obstacle = "it does not combine block.radial=shared with decaying values"
+    if backend == "auto":
+        return "reference" if obstacle else "streaming"
+    if obstacle and backend != "reference":
+        raise UserError(f"block.backend={backend} cannot do this: {obstacle}. Use block.backend=reference or auto.")
+    return backend
 
 
 def _check(

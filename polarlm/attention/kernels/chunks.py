@@ -1,0 +1,43 @@
+"""How a call is cut into chunks of queries, and the scratch memory that the chunks share."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+CHUNK = 64  # queries at a time: more wastes work above the diagonal, fewer starve the matrix products
+CHUNK_SCORES = 2**20  # scores at a time (4 MB): beyond that the chunk leaves the caches
+
+
+class Plan:
+    """How one call is cut into chunks, with scratch memory that all chunks share."""
+
+    def __init__(self, q: Tensor, k: Tensor) -> None:
+        self.batch, self.heads, self.queries, self.size = q.shape
+        self.groups, self.keys = k.shape[1:3]
+        self.chunk = min(CHUNK, self.queries)
+        self.rows = max(1, min(self.batch, CHUNK_SCORES // (self.heads * self.chunk * self.keys)))
+        self.pairs = self.batch * self.heads * self.queries * self.keys
+        self.like = q
+
+    def __iter__(self):
+        """Yields (batch rows, queries, number of keys), the longest chunks first."""
+        for row in range(0, self.batch, self.rows):
+            rows = slice(row, min(row + self.rows, self.batch))
+            for start in reversed(range(0, self.queries, self.chunk)):
+                stop = min(start + self.chunk, self.queries)
+                yield rows, slice(start, stop), self.keys - self.queries + stop
+
+    def scratch(self, copies: int = 1, extra_rows: int = 0) -> Tensor:
+        return self.like.new_empty(copies * self.rows * self.heads * (self.chunk + extra_rows) * self.keys)
+
+    def scores_view(self, scratch: Tensor, rows: slice, queries: slice, keys: int) -> Tensor:
+        shape = (rows.stop - rows.start, self.heads, queries.stop - queries.start, keys)
+        return scratch[: shape[0] * shape[1] * shape[2] * shape[3]].view(shape)
+
+
+def same_document(documents: Tensor | None, rows: slice, queries: slice, keys: int, total: int) -> Tensor | None:
+    if documents is None:
+        return None
+    first = documents.shape[1] - total
+    ids = documents[rows]
+    return ids[:, first + queries.start : first + queries.stop, None] == ids[:, None, :keys]

@@ -1,0 +1,56 @@
+"""Fusing the element-wise part of a chunk into one loop with torch.compile, and doing without where that fails."""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch.fx.experimental import _config as symbolic_shapes
+
+# Below this many query-key pairs per call (all heads) compiling costs more than fusion saves: tests, decoding, toys.
+WORTH_COMPILING = 2**22
+
+_broken: str | None = None  # why the compiler cannot be used, once that is known
+
+
+def fused(function: Callable, pairs: int, **switches) -> Callable:
+    """`function` with its keyword `switches` bound: compiled where a call of that many `pairs` is worth it."""
+    return _bound(function, pairs >= WORTH_COMPILING and _broken is None, tuple(sorted(switches.items())))
+
+
+@cache
+def _bound(function: Callable, compile_it: bool, switches: tuple) -> Callable:
+    bound = dict(switches)
+
+    def eager(*tensors):
+        return function(*tensors, **bound)
+
+    if not compile_it:
+        return eager
+
+    # Dynamo limits recompilations per code object: every combination of switches gets its own copy.
+    own_code = eager.__code__.replace(co_name="_".join([function.__name__, *(str(value) for value in bound.values())]))
+    copy = types.FunctionType(own_code, eager.__globals__, own_code.co_name, closure=eager.__closure__)
+    compiled = torch.compile(copy, dynamic=True, fullgraph=True)
+
+    def call(*tensors):
+        global _broken
+        if _broken is not None:
+            return eager(*tensors)
+        try:
+            # Equal sizes in the first call are chance: they must not become a guard.
+            with symbolic_shapes.patch(use_duck_shape=False):
+                return compiled(*tensors)
+        except Exception as error:  # the compiler's errors have no common base class
+            _broken = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            warnings.warn(
+                f"torch.compile failed ({_broken}); attention runs unfused, several times slower. Install a C++ "
+                "compiler (g++) to get the fused loops.",
+                stacklevel=2,
+            )
+            return eager(*tensors)
+
+    return call

@@ -1,0 +1,177 @@
+"""The radial channel in chunks: m̄_i = Σ_j w_ij c_ij m̂_ij with c = ⟨v_i,v_j⟩/D over all heads, memory O(N·chunk).
+
+`own` weights come from the radial likelihood and have their own pass; `shared` ones are the directional weights, so
+the directional pass calls `SharedRadial` while it has them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .chunks import Plan, same_document
+from .elementwise import log1p
+from .fusion import fused
+from .lag_tables import lag_sums, reversed_tables, table_slice, windows
+
+RHO, RHO_QUERY, DECAY = range(3)
+
+
+class SharedRadial:
+    """The radial prediction c_ij m̂_ij of a chunk, and the way back, for weights that the directional channel made."""
+
+    def __init__(self, plan: Plan, v: Tensor, m: Tensor, log_decay: Tensor) -> None:
+        self.value = v.transpose(1, 2).flatten(2)  # (B,S,D)
+        self.m, self.first, self.lags = m, plan.keys - plan.queries, plan.keys
+        self.decay = reversed_tables(log_decay.expand(2, 1, -1), plan.chunk)[1:]
+        self.d_value, self.d_m, self.d_decay = (torch.zeros_like(x) for x in (self.value, m, log_decay))
+
+    def _cosine(self, rows: slice, queries: slice, keys: int) -> Tensor:
+        """c_ij e^{−μ_rΔ}, (b,C,K)."""
+        own = self.value[rows, self.first + queries.start : self.first + queries.stop]
+        at_lag = windows(table_slice(self.decay, self.lags, keys, own.shape[1]), keys)[0]
+        return own @ self.value[rows, :keys].mT * at_lag / own.shape[-1]
+
+    def predict(self, rows: slice, queries: slice, keys: int) -> Tensor:
+        return self._cosine(rows, queries, keys) * self.m[rows, None, :keys]
+
+    def differentiate(self, rows: slice, queries: slice, keys: int, d_predicted: Tensor) -> None:
+        own = slice(self.first + queries.start, self.first + queries.stop)
+        cosine, m = self._cosine(rows, queries, keys), self.m[rows, None, :keys]
+        d_m = d_predicted * cosine
+        self.d_m[rows, :keys] += d_m.sum(1)
+        per_lag = torch.nn.functional.pad(d_m * m, (0, 0, 1, 0))[None, :, None]
+        self.d_decay[..., self.lags - keys :] += lag_sums(per_lag)
+        at_lag = windows(table_slice(self.decay, self.lags, keys, d_m.shape[1]), keys)[0]
+        d_dots = d_predicted * m * at_lag / self.value.shape[-1]
+        self.d_value[rows, own] += d_dots @ self.value[rows, :keys]
+        self.d_value[rows, :keys] += d_dots.mT @ self.value[rows, own]
+
+
+def _radial_scores(dots, m_key, m_query, nu, same_document, tables, size):
+    """Prediction z = c m̂, residual, y = ρ̃ d²/ν and the logits; at_lag are the tables seen by each pair."""
+    at_lag = windows(tables, dots.shape[-1])[:, 0]
+    z = dots * (at_lag[DECAY] / size) * m_key[:, None, :]
+    residual = z - m_query[..., None]
+    y = at_lag[RHO_QUERY] * residual.square() / nu
+    log_rho = at_lag[RHO]
+    if same_document is not None:
+        log_rho = torch.where(same_document, log_rho, -torch.inf)
+    return at_lag, z, residual, y, log_rho - (nu + 1) * log1p(y)
+
+
+def radial_forward_chunk(dots, m_key, m_query, nu, same_document, tables, *, size):
+    """m̄ and log-evidence (B,C) of one chunk; no matrix leaves the loop."""
+    _, z, _, _, logits = _radial_scores(dots, m_key, m_query, nu, same_document, tables, size)
+    top = logits.amax(-1, keepdim=True)
+    weights = torch.exp(logits - top)
+    total = weights.sum(-1)
+    return (weights * z).sum(-1) / total, top[..., 0] + total.log()
+
+
+def radial_backward_chunk(
+    dots, per_key, per_lag, m_key, m_query, nu, same_document, tables, m_bar, log_evidence, d_m_bar, *, size
+):
+    """Overwrites `dots` with its gradient, fills `per_key` (∂m_j) and `per_lag` (∂ of the log-tables).
+
+    Returns per query ∂m_i and the gradient of ν.
+    """
+    at_lag, z, residual, y, logits = _radial_scores(dots, m_key, m_query, nu, same_document, tables, size)
+    weights = torch.exp(logits - log_evidence[..., None])
+    up = d_m_bar[..., None]
+    g = weights * up * (z - m_bar[..., None])  # ∂L
+    slope = (nu + 1) / (1 + y)  # −∂L/∂y
+    d_residual = -2 * g * slope * at_lag[RHO_QUERY] * residual / nu
+    d_z = weights * up + d_residual
+    decay = at_lag[DECAY] / size
+    per_lag[0].copy_(g[:, None])
+    per_lag[1].copy_((-g * slope * y)[:, None])
+    per_lag[2].copy_((d_z * z)[:, None])
+    per_key.copy_(d_z * dots * decay)
+    nu_sum = (g * (slope * y / nu - log1p(y))).sum(-1)
+    m_sum = -d_residual.sum(-1)
+    dots.copy_(d_z * decay * m_key[:, None, :])
+    return m_sum, nu_sum
+
+
+@torch.library.custom_op("polarlm::radial_forward", mutates_args=())
+def radial_forward(
+    value: Tensor, m: Tensor, log_tables: Tensor, nu: Tensor, documents: Tensor | None, queries: int
+) -> tuple[Tensor, Tensor]:
+    """m̄ and radial log-evidence, both (B,T), of the last `queries` of value (B,S,D) and m (B,S)."""
+    plan = Plan(value[:, None, -queries:], value[:, None])
+    value, first = value.contiguous(), value.shape[1] - queries
+    m_bar, log_evidence = (m.new_empty(plan.batch, queries) for _ in range(2))
+    tables = reversed_tables(log_tables, plan.chunk)
+    scratch = plan.scratch()
+    weigh = fused(radial_forward_chunk, plan.pairs, size=plan.size)
+    with torch.no_grad():
+        for rows, part, keys in plan:
+            dots = plan.scores_view(scratch, rows, part, keys)[:, 0]
+            own = slice(first + part.start, first + part.stop)
+            torch.bmm(value[rows, own], value[rows, :keys].mT, out=dots)
+            m_bar[rows, part], log_evidence[rows, part] = weigh(
+                dots, m[rows, :keys], m[rows, own], nu, same_document(documents, rows, part, keys, queries),
+                table_slice(tables, plan.keys, keys, dots.shape[1]),
+            )  # fmt: skip
+    return m_bar, log_evidence
+
+
+@radial_forward.register_fake
+def _(value, m, log_tables, nu, documents, queries):
+    return m.new_empty(m.shape[0], queries), m.new_empty(m.shape[0], queries)
+
+
+@torch.library.custom_op("polarlm::radial_backward", mutates_args=())
+def radial_backward(
+    d_m_bar: Tensor, m_bar: Tensor, log_evidence: Tensor, value: Tensor, m: Tensor, log_tables: Tensor, nu: Tensor,
+    documents: Tensor | None, queries: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of value, m, the log-tables and ν."""
+    plan = Plan(value[:, None, -queries:], value[:, None])
+    value, first = value.contiguous(), value.shape[1] - queries
+    d_value, d_m, d_nu = torch.zeros_like(value), torch.zeros_like(m), torch.zeros_like(nu)
+    sums = log_tables.new_zeros(log_tables.shape)
+    tables = reversed_tables(log_tables, plan.chunk)
+    dots_scratch, key_scratch, lag_scratch = plan.scratch(), plan.scratch(), plan.scratch(3, extra_rows=1)
+    gradients = fused(radial_backward_chunk, plan.pairs, size=plan.size)
+    with torch.no_grad():
+        for rows, part, keys in plan:
+            dots, per_key = (plan.scores_view(s, rows, part, keys)[:, 0] for s in (dots_scratch, key_scratch))
+            own = slice(first + part.start, first + part.stop)
+            per_lag = lag_scratch[: 3 * dots.shape[0] * (dots.shape[1] + 1) * keys]
+            per_lag = per_lag.view(3, dots.shape[0], 1, dots.shape[1] + 1, keys)
+            per_lag[..., 0, :] = 0
+            torch.bmm(value[rows, own], value[rows, :keys].mT, out=dots)
+            m_sum, nu_sum = gradients(
+                dots, per_key, per_lag[..., 1:, :], m[rows, :keys], m[rows, own], nu,
+                same_document(documents, rows, part, keys, queries),
+                table_slice(tables, plan.keys, keys, dots.shape[1]),
+                m_bar[rows, part], log_evidence[rows, part], d_m_bar[rows, part],
+            )  # fmt: skip
+            d_value[rows, own] += torch.bmm(dots, value[rows, :keys])
+            d_value[rows, :keys] += torch.bmm(dots.mT, value[rows, own])
+            d_m[rows, own] += m_sum
+            d_m[rows, :keys] += per_key.sum(1)
+            d_nu += nu_sum.sum()
+            sums[..., plan.keys - keys :] += lag_sums(per_lag)
+    return d_value, d_m, sums.flip(-1), d_nu
+
+
+@radial_backward.register_fake
+def _(d_m_bar, m_bar, log_evidence, value, m, log_tables, nu, documents, queries):
+    contiguous = torch.contiguous_format
+    return (*(torch.empty_like(x, memory_format=contiguous) for x in (value, m, log_tables)), torch.empty_like(nu))
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, ctx.queries = inputs
+    ctx.save_for_backward(*output, *tensors)
+
+
+def _differentiate(ctx, d_m_bar: Tensor, _unused: Tensor):
+    d_value, d_m, d_tables, d_nu = radial_backward(d_m_bar, *ctx.saved_tensors, ctx.queries)
+    return d_value, d_m, d_tables, d_nu, None, None
+
+
+radial_forward.register_autograd(_differentiate, setup_context=_save)
