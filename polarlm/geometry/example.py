@@ -103,11 +103,10 @@ def draw(path: Path) -> None:
         "RT filter": (RTFilter(MODEL)(data.observations).states, "#1f6feb"),
     }
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), dpi=110)
-    mode, until = 1, 40  # the second mode turns about twice in 40 steps
-    half = MODEL.dim // 2
+    mode, shown, half = 1, slice(4, 40), MODEL.dim // 2  # the second mode turns about twice in 40 steps
 
     def plane(states: Tensor) -> tuple[Tensor, Tensor]:
-        return states[0, :until, mode], states[0, :until, mode + half]
+        return states[0, shown, mode], states[0, shown, mode + half]
 
     honest, wrong = data.observations.clone(), data.observations.clone()
     honest[data.outlier], wrong[~data.outlier] = float("nan"), float("nan")
@@ -118,11 +117,13 @@ def draw(path: Path) -> None:
         left.plot(*plane(states), color=colour, linewidth=1.2, label=name)
         angle = (angle_between(data.states, states) * 180 / math.pi).mean(0)
         right.plot(data.times, angle, color=colour, label=name)
-    left.set(title=f"one complex mode, {until} steps, 20 % outliers", xlabel="real part", ylabel="imaginary part")
+    left.set(title="one complex mode, times 4 to 39, 20 % outliers", xlabel="real part", ylabel="imaginary part")
     left.set_aspect("equal")
-    left.legend(fontsize=7, loc="upper right")
+    left.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.02, 0.5))
     right.set(title=f"mean over {TRAJECTORIES} trajectories", xlabel="time", ylabel="direction error, degrees")
     right.set_yscale("log")
+    right.set_yticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
+    right.minorticks_off()
     right.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path)

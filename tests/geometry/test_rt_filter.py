@@ -1,12 +1,14 @@
 """The RT model and filter: simulation, agreement with the definition, convergence, robustness, R1 and its negatives."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from geometry_draws import normal, unit
 
-from polarlm.geometry import IsotropicFilter, RTFilter, RTModel, angle_between, simulate, tangential_part
+from polarlm.geometry import IsotropicFilter, RTFilter, RTModel, angle_between, example, simulate, tangential_part
 from polarlm.geometry.isotropic_filter import decayed_residual
 from polarlm.geometry.polar import to_polar
 from polarlm.geometry.robust import causal_mask, student_mle_penalty
@@ -251,3 +253,17 @@ def test_model_and_simulation_refuse_nonsense():
         RTModel(eta_r=0.0)
     with pytest.raises(ValueError, match="direction, burst, gross"):
         simulate(MODEL, 4, outlier="evil")
+
+
+def test_documented_lines_run_and_their_example_prints_and_draws(monkeypatch, capsys, tmp_path):
+    page = (Path(__file__).resolve().parents[2] / "docs" / "rt_filter.md").read_text(encoding="utf-8")
+    scope: dict = {}
+    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL).group(1), scope)
+    assert scope["error"][8:].mean() * 180 / math.pi < 3
+
+    monkeypatch.setattr(example, "TRAJECTORIES", 3)
+    monkeypatch.setattr(example, "STEPS", 44)
+    example.main(str(tmp_path / "picture.png"))
+    printed = capsys.readouterr().out
+    assert printed.count("RT (default)") == 3 and "nan" not in printed
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
