@@ -18,6 +18,7 @@ from polarlm.report.payload import link_to
 from polarlm.report.tables import Table, difference_table, final_table, show_count
 from polarlm.training.run_folder import write_text
 
+LONG = 15  # rows
 SCRIPTS = ("state.js", "figures.js", "curves.js", "geometry.js", "start.js")  # in this order
 
 
@@ -30,7 +31,7 @@ def write_page(groups: Sequence[Group], judgement: Judgement, payload: dict[str,
 def render_page(groups: Sequence[Group], judgement: Judgement, payload: dict[str, Any], out: Path | None = None) -> str:
     """The page's text. Whatever comes from a run folder is escaped or travels as compressed JSON."""
     finding = headline(judgement)
-    verdicts = "".join(f"<li>{escape(row.sentence)}</li>" for row in judgement.rows if row.outcome != "baseline")
+    verdicts = [f"<li>{escape(row.sentence)}</li>" for row in judgement.rows if row.outcome != "baseline"]
     return Template(_asset("report.html")).substitute(
         title=escape(f"polarlm: {finding}"),
         css=_asset("report.css"),
@@ -41,7 +42,9 @@ def render_page(groups: Sequence[Group], judgement: Judgement, payload: dict[str
             f"Final loss on the {judgement.split} split, mean over seeds ± half of the 95 % interval. "
             "Δ is the mean difference on paired seeds; p is corrected for the number of comparisons (Holm)."
         ),
-        verdicts=f"<ul>{verdicts}</ul>" if verdicts and len(judgement.rows) > 1 else "",
+        verdicts=_folded(f"<ul>{''.join(verdicts)}</ul>", len(verdicts), "verdicts in words")
+        if len(groups) > 1
+        else "",
         notes="".join(f'<p class="note">{escape(note)}</p>' for note in judgement.notes),
         difference_table=_differences(groups),
         run_table=_run_table(groups, judgement, out),
@@ -114,7 +117,12 @@ def _run_table(groups: Sequence[Group], judgement: Judgement, out: Path | None) 
             cells += [show_count(run.number("tokens")), show_count(run.number("seconds"))]
             rows.append([f'<a href="{address}">{escape(run.name)}</a>', *map(escape, cells), links])
     columns = ["run", "group", "seed", "status", judgement.unit, "tokens", "seconds", "files"]
-    return _left_table(columns, rows)
+    return _folded(_left_table(columns, rows), len(rows), "runs")
+
+
+def _folded(html: str, count: int, what: str) -> str:
+    """Long lists are folded away, short ones are not."""
+    return html if count <= LONG else f"<details><summary>{count} {what}</summary>{html}</details>"
 
 
 def _left_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -35,9 +35,7 @@ def build_payload(
     runs, shown_groups = [], []
     for index, group in enumerate(groups):
         shown_groups.append({"label": group.label, "block": group.block, **styles[index]})
-        last_step = max((float(r.metrics.columns["step"].max()) for r in group.runs if len(r.metrics)), default=1.0)
-        edges = bucket_edges(last_step, points)
-        runs += [{"group": index, **_run(run, edges, out, judgement.metric)} for run in group.runs]
+        runs += [{"group": index, **run} for run in _runs(group, points, out, judgement.metric)]
     diagnostics = [_diagnostics(group) for group in groups]
     _fit_history(diagnostics)
     names = {name for d in diagnostics if d for part in ("final", "profiles") for name in d[part]}
@@ -74,9 +72,24 @@ def link_to(folder: Path, out: Path | None) -> str:
     return quote(path.replace(os.sep, "/")) + "/"
 
 
-def _run(run: Run, edges: np.ndarray, out: Path | None, metric: str) -> dict[str, Any]:
-    train = thin(run.metrics.stream("train/loss", "tokens_per_second"), edges)
-    val = run.metrics.stream("val/loss", "val/bits_per_byte")
+def _runs(group: Group, points: int, out: Path | None, metric: str) -> list[dict[str, Any]]:
+    """The runs of a group with curves thinned alike, so that the page can average them at equal steps."""
+    last_step = max((float(run.metrics.columns["step"].max()) for run in group.runs if len(run.metrics)), default=1.0)
+    edges = bucket_edges(last_step, points)
+    validations = [run.metrics.stream("val/loss", "val/bits_per_byte") for run in group.runs]
+    every = max(1, -(-max(len(v["step"]) for v in validations) // points))
+    found = []
+    for run, val in zip(group.runs, validations):
+        # Evaluations are picked, not averaged; the same ones in every seed, and the last of each.
+        rows = np.arange(len(val["step"]))
+        picked = {name: column[(rows % every == 0) | (rows == rows.size - 1)] for name, column in val.items()}
+        found.append(_run(run, thin(run.metrics.stream("train/loss"), edges), picked, out, metric))
+    return found
+
+
+def _run(
+    run: Run, train: dict[str, np.ndarray], val: dict[str, np.ndarray], out: Path | None, metric: str
+) -> dict[str, Any]:
     per_token = run.number("flops_per_token") or _ratio(run.number("flops"), run.number("tokens"))
     return {
         "name": run.name,

@@ -4,6 +4,7 @@
 const FIGURES = {};      // id → () => { title, note, groups, traces, layout, height } or null when there is nothing to draw
 const inView = new Set();
 const stale = new Set();
+const LONGEST_KEY = 12;
 
 function redraw() {
   remember();
@@ -19,7 +20,8 @@ function render(id) {
   const caption = $("figcaption", figure), key = $(".key", figure);
   caption.replaceChildren(made ? made.title : "Nothing to show: all runs are hidden, or none has this quantity.");
   if (made && made.note) caption.append(element("small", { textContent: made.note }));
-  if (key) key.replaceChildren(...(made ? made.groups || [] : []).map((g) => element("span", {}, swatch(g), DATA.groups[g].label)));
+  const groups = made && made.groups && made.groups.length <= LONGEST_KEY ? made.groups : [];  // the sidebar has them all
+  if (key) key.replaceChildren(...groups.map((g) => element("span", {}, swatch(g), DATA.groups[g].label)));
   const onPaper = document.documentElement.classList.contains("printing");
   if (made && made.height) plot.style.height = (onPaper ? 0.7 : 1) * made.height + "px";
   const layout = made ? frame(made.layout) : frame({ xaxis: { visible: false }, yaxis: { visible: false } });
