@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
-from polarlm.data.atomic import write_json
+from polarlm.data.atomic import file_sha256, write_json
 from polarlm.data.config import SPLITS
 from polarlm.data.documents import Piece
 from polarlm.data.leakage import hash_file, piece_hashes
@@ -97,19 +97,6 @@ def shard_damage(folder: Path, shard: dict[str, Any]) -> str | None:
     return None
 
 
-def file_sha256(path: Path) -> str:
-    """Checksum of a file, read in blocks."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256(file)
-
-
-def _sha256(file: IO[bytes]) -> str:
-    digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
-    return digest.hexdigest()
-
-
 def _build_section(
     folder: Path, number: int, reader: SplitReader, tokenizer: Tokenizer, progress: PrepareProgress,
     pool: ThreadPoolExecutor, workers: int, section_bytes: int,
@@ -128,7 +115,7 @@ def _build_section(
                 progress.advance(len(encoded.starts), encoded.bytes, encoded.length)
 
         waiting: deque[Future[dict[str, _Encoded]]] = deque()
-        for chunk, size in _chunks(reader, whole_documents=not tokenizer.splittable):
+        for chunk, size in _chunks(reader, not tokenizer.splittable, min(CHUNK_CHARS, section_bytes)):
             empty += sum(1 for piece in chunk if piece.first and piece.last and not piece.text)
             waiting.append(pool.submit(encode_chunk, chunk, tokenizer, append_eos))
             while len(waiting) > 2 * workers:
@@ -144,7 +131,7 @@ def _build_section(
     return record
 
 
-def _chunks(reader: SplitReader, whole_documents: bool) -> Iterator[tuple[list[Piece], int]]:
+def _chunks(reader: SplitReader, whole_documents: bool, limit: int) -> Iterator[tuple[list[Piece], int]]:
     """Pieces in groups large enough to be worth a task, with the bytes read so far; ends agree with `reader.state`."""
     chunk: list[Piece] = []
     characters = 0
@@ -155,7 +142,7 @@ def _chunks(reader: SplitReader, whole_documents: bool) -> Iterator[tuple[list[P
         chunk.append(piece)
         characters += len(piece.text)
         complete = piece.last or not whole_documents
-        if complete and reader.at_piece_end and (characters >= CHUNK_CHARS or len(chunk) >= _CHUNK_PIECES):
+        if complete and reader.at_piece_end and (characters >= limit or len(chunk) >= _CHUNK_PIECES):
             yield chunk, reader.state["bytes"]
             chunk, characters = [], 0
     if chunk:
@@ -180,6 +167,8 @@ def encode_chunk(
         if piece.last and append_eos:
             into.tokens.append(np.array([tokenizer.eos_id], tokenizer.dtype))
             into.length += 1
+    for encoded in result.values():
+        encoded.tokens = [np.concatenate(encoded.tokens)]
     for split, encoded in result.items() if hashes else ():
         documents, blocks = piece_hashes(piece for piece in kept if (piece.split or "train") == split)
         encoded.hashes = {"documents": documents, "paragraphs": blocks}

@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 from polarlm.data.atomic import write_json
 from polarlm.data.build import SECTION_BYTES, build_sections, shard_damage
 from polarlm.data.config import SPLITS, DataConfig, read_config
-from polarlm.data.leakage import hash_file, leakage_report
+from polarlm.data.leakage import leakage_report
 from polarlm.data.progress import PrepareProgress
 from polarlm.data.source import Source, open_source
 from polarlm.data.splits import SplitPlan, SplitReader, plan_splits
@@ -211,7 +211,7 @@ def _prepare(
         "units": [unit.name for unit in source.units][:1000],
     }  # fmt: skip
     write_json(partial / _MANIFEST, manifest)
-    _sweep(partial, len(sections))
+    _sweep(partial, sections)
     os.rename(partial, folder)
     return Corpus(folder, json.loads((folder / _MANIFEST).read_text()))
 
@@ -294,10 +294,11 @@ def _check_not_empty(splits: dict[str, Any], config: DataConfig, source: Source)
             )
 
 
-def _sweep(partial: Path, sections: int) -> None:
-    for number in range(sections):
-        for split in SPLITS:
-            for what in ("documents", "paragraphs"):
-                hash_file(partial, split, what, number).unlink(missing_ok=True)
-    for leftover in partial.glob("*.tmp"):
-        leftover.unlink()
+def _sweep(partial: Path, sections: list[dict[str, Any]]) -> None:
+    """Remove what only the build needed, and what an interrupted build left behind."""
+    shards = [shard for section in sections for shard in section["splits"].values()]
+    kept = {name for shard in shards for name in (shard["file"], shard["documents_file"])}
+    for file in partial.iterdir():
+        stored = file.suffix in (".bin", ".docs") and file.name in kept
+        if file.is_file() and file.suffix != ".json" and not stored:
+            file.unlink()

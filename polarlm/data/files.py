@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from polarlm.data.atomic import file_sha256
 from polarlm.data.config import DataConfig
 from polarlm.data.documents import Piece, documents_by_heading, documents_by_separator, pieces_of
 from polarlm.errors import UserError
@@ -77,15 +78,12 @@ class FileUnit:
     def fingerprint(self) -> str:
         """Changes when the file's content changes."""
         stat = self.path.stat()
-        digest = hashlib.sha256()
+        if stat.st_size <= _HASH_WHOLE:
+            return file_sha256(self.path)
         with open(self.path, "rb") as file:
-            if stat.st_size <= _HASH_WHOLE:
-                digest.update(file.read())
-            else:
-                digest.update(f"{stat.st_size} {stat.st_mtime_ns}".encode() + file.read(_BLOCK))
-                file.seek(-_BLOCK, io.SEEK_END)
-                digest.update(file.read())
-        return digest.hexdigest()
+            head = file.read(_BLOCK)
+            file.seek(-_BLOCK, io.SEEK_END)
+            return hashlib.sha256(f"{stat.st_size} {stat.st_mtime_ns}".encode() + head + file.read()).hexdigest()
 
     def size_hint(self) -> int | None:
         """Bytes of text in the file as far as its size tells; for compressed files the usual ratio of its format."""

@@ -26,10 +26,10 @@ class SplitPlan:
 
 
 def document_key(text: str) -> int:
-    """64-bit hash of a document's beginning up to white space, so that duplicates always share a split."""
-    # 32,768 characters tell documents apart; a longer common beginning only makes two documents share a split.
-    beginning = " ".join(text[:65536].split())[:32768]
-    return int.from_bytes(hashlib.blake2b(beginning.encode(), digest_size=8).digest(), "little")
+    """64-bit hash of a document's beginning without white space, so that duplicates always share a split."""
+    # 8,192 bytes tell documents apart; a longer common beginning only makes two documents share a split.
+    beginning = text[:16384].encode().translate(None, b" \t\n\r\x0b\x0c")[:8192]
+    return int.from_bytes(hashlib.blake2b(beginning, digest_size=8).digest(), "little")
 
 
 def plan_splits(source: Source, config: SplitConfig) -> SplitPlan:

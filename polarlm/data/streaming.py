@@ -102,7 +102,7 @@ class StreamingSequences:
         if piece.split == "train" and piece.text:
             self._fruitless = False
             encoded = encode_chunk([piece], self.tokenizer, self._append_eos, hashes=False)["train"]
-            block = np.concatenate(encoded.tokens)
+            block = encoded.tokens[0]
             self._blocks.append((self._end, block, np.array(encoded.starts, np.int64)))
             self._end += len(block)
         if self._end >= self._remembered + _REMEMBER_EVERY and self._reader.at_piece_end:

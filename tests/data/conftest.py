@@ -1,6 +1,7 @@
 """Small made-up corpora for the data room's tests."""
 
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,30 +10,8 @@ import pytest
 
 from polarlm.data import Corpus, build_corpus
 
-WORDS = [
-    "the",
-    "cat",
-    "sat",
-    "on",
-    "a",
-    "mat",
-    "while",
-    "seven",
-    "grey",
-    "owls",
-    "watched",
-    "it's",
-    "42",
-    "o'clock,",
-    "said",
-    "Ann;",
-    "naïve",
-    "café",
-    "–",
-    "über",
-    "北京",
-    "\n",
-]
+TEXT = "the cat sat on a mat while seven grey owls watched it's 42 o'clock, said Ann; naïve café – über 北京 \n"
+WORDS = [word for word in re.split(" ", TEXT) if word]
 
 
 def made_up_documents(count: int, seed: int = 0, longest: int = 120) -> list[str]:
