@@ -29,7 +29,7 @@ def precision_values(layer: Layer) -> dict[str, Tensor]:
 
 def log_precisions(layer: Layer) -> dict[str, Tensor]:
     """log κ and log κ̃ (B or 1, H, T, T) of the blocks that have them."""
-    found = {}
+    found: dict[str, Tensor] = {}
     for name in ("log_kappa", "log_kappa_tilde"):
         if name in layer.record:
             value = wide(layer.record[name])

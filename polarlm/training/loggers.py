@@ -1,7 +1,7 @@
 """The sinks beside metrics.jsonl, chosen by the `logger` group.
 
-    loggers = build_loggers(config, folder)            # [] for logger=none and on ranks other than 0
-    try: … finally: finish_loggers(loggers, status)    # "finished", "failed" or "interrupted"
+loggers = build_loggers(config, folder)            # [] for logger=none and on ranks other than 0
+try: … finally: finish_loggers(loggers, status)    # "finished", "failed" or "interrupted"
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def build_loggers(config: dict[str, Any], folder: Path) -> list[Logger]:
     kind = config["logger"]["kind"]
     if kind not in KINDS:
         raise UserError(f"logger.kind={kind!r} is unknown; choose one of {', '.join(KINDS)}")
-    if kind == "none" or rank_zero_only.rank:
+    if kind == "none" or getattr(rank_zero_only, "rank", 0):
         return []
     overrides, swept = command_overrides()
     group = config["group"] or sweep_group(config, overrides, swept)

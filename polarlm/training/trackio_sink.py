@@ -35,7 +35,7 @@ class TrackioSink(Logger):
             auto_log_gpu=False,
         )
 
-    name = "trackio"  # type: ignore[assignment]
+    name = "trackio"
     version = ""
 
     @property

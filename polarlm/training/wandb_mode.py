@@ -10,16 +10,18 @@ import urllib.error
 import urllib.request
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 from urllib.parse import urlsplit
 
 from polarlm.errors import UserError
 
+Mode = Literal["online", "offline", "disabled"]
 MODES = ("auto", "online", "offline")
 SERVER = "https://api.wandb.ai"
 PATIENCE = 4.0  # seconds to find out whether the server answers
 
 
-def choose_mode(wanted: str) -> tuple[str, str | None]:
+def choose_mode(wanted: str) -> tuple[Mode, str | None]:
     """(online | offline | disabled, a sentence when the user gets less than was asked for)."""
     if wanted not in MODES:
         raise UserError(f"logger.mode={wanted!r} is unknown; choose one of {', '.join(MODES)}")

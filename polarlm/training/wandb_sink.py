@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 import wandb
 from lightning.pytorch.loggers import WandbLogger
@@ -55,7 +56,9 @@ class WandbSink(WandbLogger):
         charts: dict[str, Any] = {"tokens": tokens, "step": step}
         for name, layers in probe.histograms.items():
             for layer, h in enumerate(layers):
-                charts[f"{name}/histogram/layer_{layer:02d}"] = wandb.Histogram(np_histogram=(h.counts, h.edges))
+                charts[f"{name}/histogram/layer_{layer:02d}"] = wandb.Histogram(
+                    np_histogram=(np.array(h.counts), np.array(h.edges))
+                )
         for name in HEAT_MAPS:
             if name in probe.values:
                 charts[f"{name}/heat_map"] = wandb.Plotly(go.Figure(heat_map(name, probe.values[name])))
@@ -96,17 +99,17 @@ def start_wandb(config: dict[str, Any], folder: Path, *, group: str | None, tags
     }
     if known:
         arguments["resume"] = "allow"
-    quiet = {"silent": True, "console": "off", "init_timeout": INIT_TIMEOUT, "finish_timeout": FINISH_TIMEOUT}
+    settings = wandb.Settings(silent=True, console="off", init_timeout=INIT_TIMEOUT, finish_timeout=FINISH_TIMEOUT)
     if note:
         print(note, file=sys.stderr)
     try:
-        run = wandb.init(mode=mode, settings=wandb.Settings(**quiet), **arguments)
+        run = wandb.init(mode=mode, settings=settings, **arguments)
     except wandb.errors.Error as error:
         if mode == "offline":
             raise
         mode = "offline"
         print(f"wandb: {' '.join(str(error).split())[:200]}; this run is logged offline", file=sys.stderr)
-        run = wandb.init(mode=mode, settings=wandb.Settings(**quiet), **arguments)
+        run = wandb.init(mode=mode, settings=settings, **arguments)
     write_json(remembered, {"id": run.id, "project": options["project"], "mode": mode})
     define_axes(run)
     return WandbSink(run, folder, offline=mode == "offline")

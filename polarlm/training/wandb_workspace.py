@@ -123,7 +123,10 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"{server()} does not answer; try again online; {hint}")
     import wandb
 
-    workspace = build_workspace(options.entity or wandb.Api().default_entity, options.project, options.name)
+    entity = options.entity or wandb.Api().default_entity
+    if entity is None:
+        raise UserError("your wandb account has no default entity; name one with --entity")
+    workspace = build_workspace(entity, options.project, options.name)
     workspace.save()
     print(workspace.url)
     return 0
