@@ -168,7 +168,8 @@ class PolarAttention(Mixer):
         v_bar = rotate(output.v_bar, *rotary, inverse=True) if self.rotate_values else output.v_bar
 
         # Step 7. Grouped value heads stand for each of their query heads (B, T, H, Dh).
-        own = v.repeat_interleave(v_bar.shape[1] // v.shape[1], dim=1).transpose(1, 2)
+        group = v_bar.shape[1] // v.shape[1]
+        own = (v if group == 1 else v.repeat_interleave(group, dim=1)).transpose(1, 2)
         wide = torch.promote_types(v.dtype, torch.float32)
         tangent = project(
             own.to(wide), v_bar.transpose(1, 2).to(wide), output.log_evidence.transpose(1, 2), self.projection

@@ -1,5 +1,6 @@
 """Every yaml in configs/block is a block; adding one is enough to put it under the contract."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,11 +24,17 @@ def block(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture
-def mixer(block: str) -> Callable:
+@functools.cache
+def mixer_of(block: str) -> Callable:
     """The mixer factory that Hydra makes of a block's yaml."""
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         return instantiate(compose(config_name=f"block/{block}").block, _convert_="all")
+
+
+@pytest.fixture
+def mixer(block: str) -> Callable:
+    """The block's mixer factory."""
+    return mixer_of(block)
 
 
 @pytest.fixture
