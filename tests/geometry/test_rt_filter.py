@@ -36,15 +36,15 @@ def test_three_lines_recover_a_trajectory():
 
 def test_simulated_states_flow_and_noise_splits_radially_and_tangentially():
     model = RTModel(dim=6, mu=0.05, eta_r=0.4, eta_t=0.1)
-    data = simulate(model, steps=12, batch=(3000,), seed=1)
+    data = simulate(model, steps=12, batch=(1000,), seed=1)
     moved = transport(data.states[:, :1], data.times, model.omega, model.mu)
     torch.testing.assert_close(moved, data.states)
     assert (data.states[:, -1].norm(dim=-1) < data.states[:, 0].norm(dim=-1)).all()
     _, u = to_polar(data.states, radius=1.0)
     noise = data.observations - data.states
     radial, tangential = (noise * u).sum(-1), tangential_part(u, noise)
-    assert radial.std().item() == pytest.approx(0.4, rel=0.03)
-    assert tangential.square().sum(-1).mean().item() == pytest.approx(5 * 0.1**2, rel=0.03)
+    assert radial.std().item() == pytest.approx(0.4, rel=0.04)
+    assert tangential.square().sum(-1).mean().item() == pytest.approx(5 * 0.1**2, rel=0.04)
 
 
 def test_simulation_is_reproducible_and_outliers_are_what_they_say():
@@ -162,7 +162,7 @@ def test_r1_radial_channel_is_still_when_magnitudes_agree_and_when_beta_is_zero(
 
 def test_e20_disagreement_shrinks_the_magnitude_unless_influence_is_joint():
     """Directional outliers have c near 0 and pull m_bar down in the radial channel of App. C."""
-    data = simulate(MODEL, 64, batch=(20,), outlier_rate=0.3, seed=8)
+    data = simulate(MODEL, 48, batch=(12,), outlier_rate=0.3, seed=8)
     own = RTFilter(MODEL, radial="own")(data.observations)
     joint = RTFilter(MODEL, radial="joint")(data.observations)
     truth = data.states.norm(dim=-1)
@@ -173,7 +173,7 @@ def test_e20_disagreement_shrinks_the_magnitude_unless_influence_is_joint():
 
 def test_shared_directional_weights_overstate_the_magnitude():
     """kappa grows with m^2, so reusing A_T for magnitudes favours the ones that were measured too large."""
-    data = simulate(MODEL, 64, batch=(20,), seed=8)
+    data = simulate(MODEL, 48, batch=(12,), seed=8)
     truth = data.states.norm(dim=-1)
     shared = RTFilter(MODEL, radial="shared")(data.observations)
     assert ((shared.magnitude - truth) / truth)[:, 16:].mean() > 0.1
@@ -181,7 +181,7 @@ def test_shared_directional_weights_overstate_the_magnitude():
 
 def test_outliers_hurt_it_less_than_isotropic_filtering():
     """The claim of docs/rt_filter.md at test size: directional outliers, radial noise larger than tangential."""
-    data = simulate(MODEL, 64, batch=(30,), outlier_rate=0.2, seed=9)
+    data = simulate(MODEL, 48, batch=(16,), outlier_rate=0.2, seed=9)
     rt = RTFilter(MODEL)(data.observations)
     robust, plain = (
         IsotropicFilter(MODEL)(data.observations),
@@ -196,7 +196,7 @@ def test_outliers_hurt_it_less_than_isotropic_filtering():
 
 
 def test_an_outlier_captures_the_papers_query_but_not_the_median():
-    data = simulate(MODEL, 48, batch=(20,), outlier_rate=0.2, outlier="gross", seed=10)
+    data = simulate(MODEL, 48, batch=(12,), outlier_rate=0.2, outlier="gross", seed=10)
     query = RTFilter(MODEL, start="observation")(data.observations)
     median = RTFilter(MODEL, start="median")(data.observations)
     assert error_in_degrees(median, data) < 0.5 * error_in_degrees(query, data)
@@ -262,6 +262,7 @@ def test_documented_lines_run_and_their_example_prints_and_draws(monkeypatch, ca
     assert scope["error"][8:].mean() * 180 / math.pi < 3
 
     monkeypatch.setattr(example, "TRAJECTORIES", 3)
+    monkeypatch.setattr(example, "SETTINGS", {"wrong way": example.SETTINGS["wrong way"]})
     monkeypatch.setattr(example, "STEPS", 44)
     example.main(str(tmp_path / "picture.png"))
     printed = capsys.readouterr().out
