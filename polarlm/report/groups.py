@@ -22,6 +22,11 @@ class Group:
     runs: tuple[Run, ...]
 
     @property
+    def family(self) -> str:
+        """polar of polar_tangent: blocks that are steps on the way to one block."""
+        return self.block.partition("_")[0]
+
+    @property
     def seeds(self) -> tuple[int, ...]:
         return tuple(run.seed for run in self.runs)
 
@@ -60,7 +65,9 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         for (block, label), found in members.items()
     ]
     order = ("standard", "xsa", "rfa", "polar")
-    return sorted(groups, key=lambda g: (order.index(g.block) if g.block in order else len(order), g.block, g.label))
+    return sorted(
+        groups, key=lambda g: (order.index(g.family) if g.family in order else len(order), g.family, g.block, g.label)
+    )
 
 
 def short_key(key: str) -> str:

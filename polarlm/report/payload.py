@@ -117,21 +117,24 @@ def _run(
 
 
 def _styles(groups: Sequence[Group]) -> list[dict[str, int | float]]:
-    """One colour per block, dashes and shades for its variants; variants of a single block get the colours instead."""
-    blocks = list(dict.fromkeys(g.block for g in groups))
-    free = [c for c in range(N_COLOURS) if c not in {COLOURS[b] for b in blocks if b in COLOURS}]
-    colour = {b: COLOURS[b] for b in blocks if b in COLOURS}
-    for i, block in enumerate(b for b in blocks if b not in COLOURS):
-        colour[block] = free[i % len(free)] if free else i % N_COLOURS
+    """One colour per block, or per family when blocks are too many; dashes and shades tell its members apart."""
+    kinds = [g.block for g in groups]
+    if len(set(kinds)) > N_COLOURS:
+        kinds = [g.family for g in groups]
+    if len(set(kinds)) == 1:
+        kinds = [g.label for g in groups]
+    wanted = list(dict.fromkeys(kinds))
+    colour = {kind: COLOURS[kind] for kind in wanted if kind in COLOURS}
+    free = [c for c in range(N_COLOURS) if c not in colour.values()] or list(range(N_COLOURS))
+    for i, kind in enumerate(k for k in wanted if k not in colour):
+        colour[kind] = free[i % len(free)]
     styles: list[dict[str, int | float]] = []
-    for group in groups:
-        variants = [g for g in groups if g.block == group.block]
-        rank = variants.index(group)
-        if len(blocks) == 1:
-            styles.append({"colour": rank % N_COLOURS, "dash": rank // N_COLOURS % N_DASHES, "shade": 0.0})
-        else:
-            shade = 0.55 * rank / max(1, len(variants) - 1) if len(variants) > 1 else 0.0
-            styles.append({"colour": colour[group.block], "dash": rank % N_DASHES, "shade": round(shade, 3)})
+    for index, kind in enumerate(kinds):
+        # Members are all groups of this colour, so that no two groups look the same.
+        members = [i for i, other in enumerate(kinds) if colour[other] == colour[kind]]
+        rank = members.index(index)
+        shade = 0.55 * rank / (len(members) - 1) if len(members) > 1 else 0.0
+        styles.append({"colour": colour[kind], "dash": rank % N_DASHES, "shade": round(shade, 3)})
     return styles
 
 
