@@ -15,7 +15,7 @@ from polarlm.errors import UserError
 
 IGNORED = -100
 Batch = dict[str, Tensor]
-_BLOCK = 4096  # permuted positions are computed this many at a time; a memo, not a state
+_BLOCK = 4096  # permuted places are computed at most so many at a time; a memo, not a state
 
 
 class Sequences(Protocol):
@@ -31,21 +31,24 @@ class EpochOrder:
 
     def __init__(self, per_epoch: int, seed: int):
         self.per_epoch, self.seed = per_epoch, seed
+        self._size = min(max(8 * per_epoch, 64), _BLOCK)
         self._block: tuple[int, np.ndarray, np.ndarray] = (-1, np.empty(0, np.int64), np.empty(0, np.int64))
 
     def __call__(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Epochs and places of the given sequence numbers."""
         epochs, places = np.empty(len(numbers), np.int64), np.empty(len(numbers), np.int64)
-        blocks = numbers // _BLOCK
+        blocks = numbers // self._size
         for block in dict.fromkeys(blocks.tolist()):
             inside = blocks == block
             _, known_epochs, known_places = self._permuted(block)
-            epochs[inside], places[inside] = (known[numbers[inside] % _BLOCK] for known in (known_epochs, known_places))
+            epochs[inside], places[inside] = (
+                known[numbers[inside] % self._size] for known in (known_epochs, known_places)
+            )
         return epochs, places
 
     def _permuted(self, block: int) -> tuple[int, np.ndarray, np.ndarray]:
         if self._block[0] != block:
-            numbers = np.arange(block * _BLOCK, (block + 1) * _BLOCK)
+            numbers = np.arange(block * self._size, (block + 1) * self._size)
             epochs, places = numbers // self.per_epoch, numbers % self.per_epoch
             for epoch in np.unique(epochs):
                 inside = epochs == epoch

@@ -34,6 +34,7 @@ class MixtureSequences:
             self.quotas[part] += 1
         self._owner = np.repeat(np.arange(len(parts)), self.quotas)
         self._first = np.cumsum(self.quotas) - self.quotas
+        self._period: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))  # a memo, not a state
 
     def where(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(part, number within that part's own line) of every sequence number."""
@@ -41,7 +42,9 @@ class MixtureSequences:
         slots = np.empty(len(numbers), np.int64)
         for period in dict.fromkeys(periods.tolist()):
             inside = periods == period
-            slots[inside] = Permutation(_PERIOD, key(self.seed, period, 2))(places[inside])
+            if self._period[0] != period:
+                self._period = (period, Permutation(_PERIOD, key(self.seed, period, 2))(np.arange(_PERIOD)))
+            slots[inside] = self._period[1][places[inside]]
         owners = self._owner[slots]
         return owners, periods * self.quotas[owners] + slots - self._first[owners]
 

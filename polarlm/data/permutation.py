@@ -6,9 +6,10 @@ import numpy as np
 
 _ROUNDS = 6
 _U = np.uint64
+_ALL = 2**64 - 1
 
 
-def mix(value: np.ndarray | int) -> np.ndarray:
+def mix(value: np.ndarray) -> np.ndarray:
     """SplitMix64's finaliser: every output bit depends on every input bit."""
     with np.errstate(over="ignore"):
         z = np.asarray(value, _U) + _U(0x9E3779B97F4A7C15)
@@ -21,7 +22,11 @@ def key(*numbers: int) -> int:
     """One 64-bit key of several integers, in order (for example seed, epoch, purpose)."""
     state = 0
     for number in numbers:
-        state = int(mix((state ^ (number & (2**64 - 1))) & (2**64 - 1)))
+        # `mix` on plain integers: a hundred times faster for a single number.
+        state = ((state ^ number) + 0x9E3779B97F4A7C15) & _ALL
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _ALL
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _ALL
+        state ^= state >> 31
     return state
 
 

@@ -1,5 +1,6 @@
 """Small made-up corpora for the data room's tests."""
 
+import json
 import random
 import re
 from collections.abc import Callable
@@ -23,7 +24,7 @@ def made_up_documents(count: int, seed: int = 0, longest: int = 120) -> list[str
 
 @pytest.fixture
 def documents() -> list[str]:
-    return made_up_documents(400)
+    return made_up_documents(250)
 
 
 @pytest.fixture
@@ -41,11 +42,14 @@ def folder_of(tmp_path: Path) -> Callable[[list[str]], Path]:
 
 
 @pytest.fixture
-def corpus_of(tmp_path: Path, folder_of: Callable[[list[str]], Path]) -> Callable[..., Corpus]:
+def corpus_of(tmp_path: Path) -> Callable[..., Corpus]:
     """Prepares documents as a corpus: corpus_of(texts, kind="byte", section_bytes=…, **data options)."""
 
     def build(texts: list[str], kind: str = "byte", section_bytes: int = 1 << 27, **options: Any) -> Corpus:
-        data = {"path": str(folder_of(texts)), "split": {"rule": "hash", "val": 0.1, "test": 0.1}} | options
+        folder = tmp_path / "texts"
+        folder.mkdir(exist_ok=True)
+        (folder / "all.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        data = {"path": str(folder), "split": {"rule": "hash", "val": 0.1, "test": 0.1}} | options
         tokenizer: dict[str, Any] = {"kind": kind} | ({"vocab_size": 300} if kind == "bpe" else {})
         return build_corpus(data, tokenizer, tmp_path / "cache", section_bytes=section_bytes)
 

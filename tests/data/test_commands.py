@@ -1,0 +1,44 @@
+import argparse
+from pathlib import Path
+
+import pytest
+
+from polarlm.data import commands, corpus
+from tests.data.conftest import made_up_documents
+
+
+def run(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    commands.add_parser(parser.add_subparsers())
+    options = parser.parse_args(["data", *arguments])
+    return options.run(options)
+
+
+@pytest.fixture
+def choices(tmp_path: Path) -> list[str]:
+    path = tmp_path / "book.txt"
+    path.write_text("\n\n".join(made_up_documents(60)))
+    return ["data=text", f"data.path={path}", "tokenizer=byte", f"cache_dir={tmp_path / 'cache'}"]
+
+
+def test_prepare_info_and_sample_show_what_is_there(choices: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("prepare", *choices) == 0
+    assert "bytes/token" in capsys.readouterr().out
+    assert run("info", *choices) == 0
+    assert "tokens per document, train" in capsys.readouterr().out
+    assert run("sample", *choices, "--split", "train", "--count", "1", "--tokens", "11") == 0
+    assert "Document 0." in capsys.readouterr().out
+
+
+def test_verify_finds_damage_and_repairs_it(choices: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("verify", *choices) == 1 and "not prepared yet" in capsys.readouterr().out
+    run("prepare", *choices)
+    assert run("verify", *choices) == 0 and "all intact" in capsys.readouterr().out
+    prepared = corpus.prepared_corpus(*commands.compose(choices))
+    assert prepared is not None
+    shard = prepared.folder / "train-00000.bin"
+    intact = shard.read_bytes()
+    shard.write_bytes(intact[:-1] + b"?")
+    assert run("verify", *choices) == 1 and "does not match its checksum" in capsys.readouterr().out
+    assert run("verify", *choices, "--repair") == 0 and "repaired" in capsys.readouterr().out
+    assert shard.read_bytes() == intact
