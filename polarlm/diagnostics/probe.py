@@ -95,6 +95,10 @@ class _Reader(list):
         self.lags: list[int] = []
 
     def append(self, record: Record) -> None:
+        with torch.autocast(record["v_bar"].device.type, enabled=False):  # mixed precision is the model's, not ours
+            self._measure(record)
+
+    def _measure(self, record: Record) -> None:
         rotates = getattr(self.mixers[len(self.values)], "rotate_values", False)
         layer = read_layer(record, rotates_values=rotates, rope_base=self.rope_base, documents=self.documents)
         self.lags = self.lags or probe_lags(layer.weights.shape[-1])

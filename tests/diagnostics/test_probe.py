@@ -119,6 +119,19 @@ def test_bf16_model_gives_finite_statistics():
     assert all(value is not None for value in probe.values["radial/residual_rms"])
 
 
+def test_statistics_of_a_mixed_precision_run_are_taken_in_full_precision():
+    model, tokens = model_of(StandardAttention), tokens_of()
+    with torch.autocast("cpu", torch.bfloat16):
+        probe = run_probe(model, tokens)
+        records = []
+        with torch.no_grad():
+            model.eval()(tokens, record=records)
+    weights, v, v_bar = (records[0][name].double() for name in ("weights", "v", "v_bar"))
+    length = v_bar.norm(dim=-1) / (weights @ v.norm(dim=-1, keepdim=True)).squeeze(-1)
+    assert probe.values["radial/resultant_length"][0] == pytest.approx(length.mean((0, 2)).tolist(), rel=1e-5)
+    assert weights.sum(-1).sub(1).abs().max() < 1e-5
+
+
 def test_histograms_count_every_token():
     probe = run_probe(model_of(StandardAttention), tokens_of(3, 20))
     assert [sum(h.counts) for h in probe.histograms["radial/magnitude"]] == [60] * 3
