@@ -16,7 +16,7 @@ from filelock import FileLock
 
 from polarlm.data.atomic import write_beside
 
-EXTRACTOR = 1  # raise it when the rules below change: the cached text is then written anew
+EXTRACTOR = 2  # raise it when the rules below change: the cached text is then written anew
 _SKIPPED = ("test", "tests", "idle_test", "lib2to3", "site-packages", "__pycache__", "pydoc_data")
 _GRAMMAR = re.compile(r"::=|^\s*\|", re.MULTILINE)
 
@@ -74,10 +74,14 @@ def _docstrings(path: Path) -> list[str]:
             tree = ast.parse(source)
     except (OSError, SyntaxError, ValueError):
         return []
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = ast.get_docstring(node)
-            if text and "\x00" not in text:
-                found.append(text)
-    return found
+    texts = (ast.get_docstring(node) for node in _definitions(tree))
+    return [text for text in texts if text and "\x00" not in text]
+
+
+def _definitions(node: ast.AST) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Module, classes and functions in the order of the source; statements only, since ast.walk takes twice as long."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        yield node
+    for block in ("body", "handlers", "orelse", "finalbody"):
+        for child in getattr(node, block, ()):
+            yield from _definitions(child)
