@@ -70,6 +70,7 @@ class Mixer(nn.Module):
     """A causal map (B, T, d_model) -> (B, T, d_model); subclasses write `forward` and `flops_per_token`."""
 
     pre_norm = True  # False: the block hands over the raw residual stream
+    rotate_values = False  # True: values are transported like keys; diagnostics compares directions in one frame
 
     def __init__(self, shape: MixerShape) -> None:
         super().__init__()

@@ -35,6 +35,7 @@ class PolarLiteralAttention(Mixer):
     """The printed algorithm; `n_head` has no effect, since it is stated for a single head."""
 
     pre_norm = False
+    rotate_values = True
 
     def __init__(
         self,

@@ -10,6 +10,8 @@ from hydra.utils import instantiate
 
 from polarlm.attention import ExclusiveAttention, PolarAttention, StandardAttention
 from polarlm.diagnostics import run_probe
+from polarlm.diagnostics.layer import read_layer
+from polarlm.geometry import rotate
 from polarlm.model import GPT, GPTConfig
 from tests.conftest import ROOT
 
@@ -55,6 +57,20 @@ def test_every_shipped_block_has_the_common_names(block):
         per_head = [entry if isinstance(entry, list) else [entry] for entry in value]
         assert all(len(entry) in (1, probe.heads) for entry in per_head), name
     assert all(count is not None for count in probe.values["attention/entropy"][0])
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block != "rfa"])  # RFA also decays its values
+def test_values_are_compared_in_the_frame_the_block_averages_them_in(block):
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        model = model_of(instantiate(compose(f"block/{block}").block)).eval()
+    records = []
+    model(tokens_of(), record=records)
+    rotates = model.blocks[0].mixer.rotate_values
+    layer = read_layer(records[0], rotates_values=rotates, rope_base=model.config.rope_base, documents=None)
+    average = layer.weights @ layer.transported()
+    if rotates:
+        average = rotate(average, *layer.rotary, inverse=True)
+    torch.testing.assert_close(average, layer.estimate, rtol=1e-4, atol=1e-4)
 
 
 def test_flat_names_carry_layer_and_head():
