@@ -11,8 +11,10 @@ from torch import Tensor
 from polarlm.errors import UserError
 
 from .noise import AttentionOutput, DirectionalNoise, RadialNoise
+from .reduction import reduced_attention, reducible
 from .reference import reference_attention
 from .streaming import streaming_attention
+from .triton_backend import triton_attention, triton_obstacle
 
 __all__ = ["BACKENDS", "KERNELS", "AttentionOutput", "DirectionalNoise", "RadialNoise", "robust_attention"]
 
@@ -51,27 +53,34 @@ def robust_attention(
         radial=radial,
         radial_mode=radial_mode,
         documents=documents,
-        dropout=dropout,
     )
-    backend = _choose(backend, return_weights, radial_mode, decay_values)
+    streamable = obstacle_to_streaming(return_weights, radial_mode, decay_values)
+    fusable = streamable if return_weights else triton_obstacle(q, dropout, radial_mode)
     with torch.autocast(q.device.type, enabled=False):
+        if backend == "auto":
+            if streamable is None and radial_mode != "shared" and reducible(q, k, noise, kernel, documents, dropout):
+                return reduced_attention(q, k, v, magnitude, noise, radial if radial_mode == "own" else None)
+            fast = "triton" if fusable is None and q.is_cuda else "streaming"
+            backend = "reference" if streamable else fast
         if backend == "reference":
-            return reference_attention(q, k, v, magnitude, noise, return_weights=return_weights, **options)
-        return streaming_attention(q, k, v, magnitude, noise, **options)
+            return reference_attention(
+                q, k, v, magnitude, noise, dropout=dropout, return_weights=return_weights, **options
+            )
+        obstacle = fusable if backend == "triton" else streamable
+        if obstacle:
+            raise UserError(f"block.backend={backend} cannot do this: {obstacle}. Use block.backend=auto.")
+        if backend == "triton":
+            return triton_attention(q, k, v, magnitude, noise, dropout=dropout, **options)
+        return streaming_attention(q, k, v, magnitude, noise, dropout=dropout, **options)
 
 
-def _choose(backend: str, return_weights: bool, radial_mode: str, decay_values: bool) -> str:
-    """The backend that will run; an explicit choice that cannot do the job is an error that says why."""
-    obstacle = None
+def obstacle_to_streaming(return_weights: bool, radial_mode: str, decay_values: bool) -> str | None:
+    """Why the streaming backend cannot take a call, or None."""
     if return_weights:
-        obstacle = "it never holds the weights that were asked for"
-    elif radial_mode == "shared" and decay_values:
-        obstacle = "it does not combine block.radial=shared with decaying values"
-    if backend == "auto":
-        return "reference" if obstacle else "streaming"
-    if obstacle and backend != "reference":
-        raise UserError(f"block.backend={backend} cannot do this: {obstacle}. Use block.backend=reference or auto.")
-    return backend
+        return "it never holds the weights that were asked for"
+    if radial_mode == "shared" and decay_values:
+        return "it does not combine block.radial=shared with decaying values"
+    return None
 
 
 def _check(

@@ -15,7 +15,7 @@ from .elementwise import backward_chunk, forward_chunk
 from .fusion import fused
 from .lag_tables import directional_tables, lag_sums, radial_tables, reversed_tables, table_slice
 from .noise import MIN_MAGNITUDE, AttentionOutput, DirectionalNoise, RadialNoise
-from .streaming_radial import SharedRadial, radial_forward
+from .streaming_radial import SharedRadial, radial_estimate
 
 
 def _flat(x: Tensor, groups: int) -> Tensor:
@@ -218,8 +218,7 @@ def streaming_attention(
     m2 = None if m is None else m.clamp_min(MIN_MAGNITUDE).square()
     tables = directional_tables(noise, lags, q.shape[3] / 2, m is not None, decay_keys or decay_values, dtype)
     shape = {"student": noise.nu, "exponential": noise.tau, "gaussian": torch.ones_like(noise.mu)}[kernel].to(dtype)
-    radial_rows = None if radial_mode == "off" else radial_tables(radial, lags, dtype)
-    shared = (m, radial_rows[-1:]) if radial_mode == "shared" else (None, None)
+    shared = (m, radial_tables(radial, lags, dtype)[-1:]) if radial_mode == "shared" else (None, None)
     # Drawn on the host, so that reading it in both passes does not wait for the device.
     seed = torch.randint(2**62, (1,)) if dropout else None
     wide = (x.to(dtype) for x in (q, k, v))
@@ -227,8 +226,7 @@ def streaming_attention(
         *wide, m2, tables, shape, *shared, documents, seed, kernel, decay_keys, decay_values, dropout
     )
     if radial_mode == "own":
-        value = v.to(dtype).transpose(1, 2).flatten(2)
-        m_bar, _ = radial_forward(value, m, radial_rows, radial.nu.to(dtype), documents, q.shape[2])
+        m_bar = radial_estimate(v, m, radial, documents, q.shape[2])
     else:
         m_bar = m_bar.mean(1) if radial_mode == "shared" else None
     return AttentionOutput(v_bar.to(v.dtype), log_evidence, m_bar)

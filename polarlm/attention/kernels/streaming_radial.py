@@ -12,7 +12,8 @@ from torch import Tensor
 from .chunks import Plan, same_document
 from .elementwise import log1p
 from .fusion import fused
-from .lag_tables import lag_sums, reversed_tables, table_slice, windows
+from .lag_tables import lag_sums, radial_tables, reversed_tables, table_slice, windows
+from .noise import RadialNoise
 
 RHO, RHO_QUERY, DECAY = range(3)
 
@@ -175,3 +176,11 @@ def _differentiate(ctx, d_m_bar: Tensor, _unused: Tensor):
 
 
 radial_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def radial_estimate(v: Tensor, magnitude: Tensor, noise: RadialNoise, documents: Tensor | None, queries: int) -> Tensor:
+    """m̄ (B,T) of the last `queries` positions, weighted by the radial likelihood itself (radial mode `own`)."""
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    value = v.to(dtype).transpose(1, 2).flatten(2)
+    tables = radial_tables(noise, v.shape[2], dtype)
+    return radial_forward(value, magnitude.to(dtype), tables, noise.nu.to(dtype), documents, queries)[0]

@@ -115,9 +115,7 @@ def test_dropout_is_the_same_in_both_passes_and_leaves_the_evidence():
     values = []
     for sign in (1, -1):
         torch.manual_seed(3)
-        moved = type(case)(
-            (case.q + sign * 1e-6 * step).detach().requires_grad_(), *list(vars(case).values())[1:]
-        )
+        moved = type(case)((case.q + sign * 1e-6 * step).detach().requires_grad_(), *list(vars(case).values())[1:])
         outputs, _ = run(moved, "streaming", kernel="student", dropout=0.5)
         generator = torch.Generator().manual_seed(7)
         values.append(
@@ -156,7 +154,14 @@ def test_an_explicit_backend_that_cannot_do_the_job_says_why():
     case = make_case()
     with pytest.raises(UserError, match="never holds the weights"):
         robust_attention(
-            case.q, case.k, case.v, case.magnitude, case.noise, kernel="student", backend="streaming", return_weights=True
+            case.q,
+            case.k,
+            case.v,
+            case.magnitude,
+            case.noise,
+            kernel="student",
+            backend="streaming",
+            return_weights=True,
         )
 
 

@@ -1,0 +1,113 @@
+"""(a) Block against block: the whole training step, and attention alone against torch's own, in one run."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from benchmarks.timing import interleaved
+from polarlm.attention.kernels import DirectionalNoise, RadialNoise, robust_attention
+from polarlm.model import GPT, GPTConfig
+from polarlm.training.throughput import measured_peak
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+# Name in the table -> (yaml of configs/block, what differs from it).
+BLOCKS: dict[str, tuple[str, dict]] = {
+    "standard": ("standard", {}),
+    "xsa": ("xsa", {}),
+    "rfa": ("rfa", {}),
+    "polar": ("polar", {"kernel": "student", "projection": "evidence", "radial": "own"}),
+    "polar, radial off": ("polar", {"kernel": "student", "projection": "evidence", "radial": "off"}),
+}
+SHAPE = dict(d_model=384, n_layer=6, n_head=6)
+VOCABULARY = 4096
+
+
+def build(block: str, context: int, **shape) -> GPT:
+    """A GPT with one of BLOCKS, without Hydra or Lightning in between."""
+    file, changes = BLOCKS[block]
+    hyper = OmegaConf.to_container(OmegaConf.load(CONFIGS / "block" / f"{file}.yaml")) | changes
+    hyper.pop("_partial_")
+    module, name = hyper.pop("_target_").rsplit(".", 1)
+    config = GPTConfig(vocab_size=VOCABULARY, context=context, **(SHAPE | shape))
+    torch.manual_seed(0)
+    return GPT(config, functools.partial(getattr(importlib.import_module(module), name), **hyper))
+
+
+def training_step(loss: Callable[[Tensor, Tensor], Tensor], model: nn.Module, batch: int, context: int):
+    """A closure that does one whole step: forward, backward, clipping, fused AdamW."""
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    tokens = torch.randint(VOCABULARY, (batch, context + 1))
+
+    def step() -> None:
+        loss(tokens[:, :-1], tokens[:, 1:]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+
+    return step
+
+
+def whole_steps(context: int, tokens: int, rounds: int, compiled: bool, blocks=tuple(BLOCKS), **shape) -> list[dict]:
+    """Seconds per step of each block, ratio to the first, tokens per second and MFU; `compiled` uses torch.compile."""
+    models = {name: build(name, context, **shape) for name in blocks}
+    losses = {name: torch.compile(m.loss) if compiled else m.loss for name, m in models.items()}
+    steps = {name: training_step(losses[name], models[name], tokens // context, context) for name in blocks}
+    seconds = interleaved(steps, rounds)
+    peak = measured_peak()
+    return [
+        {
+            "block": name,
+            "context": context,
+            "compiled": compiled,
+            "ms": 1e3 * spent,
+            "ratio": spent / seconds[blocks[0]],
+            "tokens/s": tokens / spent,
+            "mfu": models[name].flops_per_token(context) * tokens / spent / peak,
+        }
+        for name, spent in seconds.items()
+    ]
+
+
+def attention_alone(context: int, tokens: int, rounds: int, heads: int = 6, size: int = 64) -> list[dict]:
+    """Forward and backward of attention by itself, as a ratio to causal scaled_dot_product_attention."""
+    batch = tokens // context
+    q, k, v = (F.normalize(torch.randn(batch, heads, context, size), dim=-1) * (size / 2) ** 0.5 for _ in range(3))
+    m = torch.rand(batch, context) + 0.5
+    values = dict(mu=0.01, eta_k2=0.05, eta_q2=0.05, sigma02=0.02, m_inf2=0.01, nu=4.0, tau=1.0)
+    noise = DirectionalNoise(**{name: torch.full((heads,), x).requires_grad_() for name, x in values.items()})
+    radial = RadialNoise(*(torch.tensor(x).requires_grad_() for x in (0.0, 0.1, 0.1, 0.1, 4.0)))
+    for x in (q, k, v, m):
+        x.requires_grad_()
+    upstream = torch.randn_like(q)
+
+    def robust(magnitude: Tensor | None, **options) -> Callable[[], None]:
+        def run() -> None:
+            out = robust_attention(q, k, v, magnitude, noise, radial=radial, **options)
+            total = (out.v_bar * upstream).sum() + out.log_evidence.sum()
+            (total if out.m_bar is None else total + out.m_bar.sum()).backward()
+
+        return run
+
+    def sdpa() -> None:
+        (F.scaled_dot_product_attention(q, k, v, is_causal=True) * upstream).sum().backward()
+
+    candidates = {
+        "sdpa": sdpa,
+        "student": robust(m, kernel="student"),
+        "student + radial own": robust(m, kernel="student", radial_mode="own"),
+        "exponential": robust(m, kernel="exponential"),
+        "rfa": robust(None, kernel="student", decay_keys=True, decay_values=True),
+    }
+    seconds = interleaved(candidates, rounds)
+    return [
+        {"attention": name, "context": context, "ms": 1e3 * spent, "ratio": spent / seconds["sdpa"]}
+        for name, spent in seconds.items()
+    ]
