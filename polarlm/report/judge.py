@@ -161,6 +161,9 @@ def _baselines(groups: Sequence[Group], wanted: str | None) -> list[Group | None
 
 
 def _not_comparable(group: Group, against: Group, metric: str) -> str | None:
+    for side in (group, against):
+        if not seed_losses(side, metric):
+            return f"{side.label} has no finished run yet."
     for part, word in (
         ("data", "other data"),
         ("tokenizer", "another tokenizer, so losses per token mean other things"),
@@ -210,7 +213,7 @@ def _notes(groups: Sequence[Group], one_tokenizer: bool, metric: str) -> list[st
     states = Counter(run.status for run in runs if run.status != "finished")
     if states:
         words = ", ".join(f"{count} {status}" for status, count in sorted(states.items()))
-        notes.append(f"Not finished: {words}. Running and stopped runs are drawn but not judged.")
+        notes.append(f"Not finished: {words}. Runs that are not over are drawn but not judged.")
     lost = [run.name for run in runs if run.status == "finished" and run.number(metric) is None]
     if lost:
         notes.append(f"Without a finite {metric}: {', '.join(lost[:5])}{' …' if len(lost) > 5 else ''}.")
@@ -221,6 +224,17 @@ def _notes(groups: Sequence[Group], one_tokenizer: bool, metric: str) -> list[st
         notes.append("One seed per group: no interval exists, and no difference can be shown.")
     notes += [f"{run.name}: {problem}" for run in runs for problem in run.problems][:10]
     return notes
+
+
+def reference_losses(groups: Sequence[Group], metric: str) -> dict[str, float]:
+    """What simple predictors (unigram, bigram) reach, where all runs agree about it."""
+    key = metric.rpartition("/")[2]
+    found: dict[str, set[float]] = {}
+    for run in (run for group in groups for run in group.runs):
+        for name, losses in (run.summary.get("baselines") or {}).items():
+            if isinstance(losses, dict) and isinstance(losses.get(key), (int, float)):
+                found.setdefault(str(name), set()).add(round(float(losses[key]), 6))
+    return {name: values.pop() for name, values in found.items() if len(values) == 1}
 
 
 def headline(judgement: Judgement) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import polarlm
 from polarlm.report.groups import Group
-from polarlm.report.judge import Judgement, headline
+from polarlm.report.judge import Judgement, headline, reference_losses
 from polarlm.report.payload import link_to
 from polarlm.report.tables import Table, difference_table, final_table, show_count
 from polarlm.training.run_folder import write_text
@@ -41,6 +41,7 @@ def render_page(groups: Sequence[Group], judgement: Judgement, payload: dict[str
         final_caption=escape(
             f"Final loss on the {judgement.split} split, mean over seeds ± half of the 95 % interval. "
             "Δ is the mean difference on paired seeds; p is corrected for the number of comparisons (Holm)."
+            + _for_scale(groups, judgement)
         ),
         verdicts=_folded(f"<ul>{''.join(verdicts)}</ul>", len(verdicts), "verdicts in words")
         if len(groups) > 1
@@ -84,6 +85,11 @@ def _meta(groups: Sequence[Group], payload: dict[str, Any]) -> str:
     if len(contexts) == 1:
         words.append(f"context {contexts.pop()} tokens")
     return " · ".join([*words, f"written {payload['created'].replace('T', ' ')}"])
+
+
+def _for_scale(groups: Sequence[Group], judgement: Judgement) -> str:
+    words = [f"{name} {loss:.4g}" for name, loss in reference_losses(groups, judgement.metric).items()]
+    return f" For scale, in {judgement.unit}: {', '.join(words)}." if words else ""
 
 
 def _html(table: Table, judgement: Judgement) -> str:

@@ -50,6 +50,8 @@ def difference_table(groups: Sequence[Group]) -> Table:
         found = config_differences([group.runs[0] for group in groups])
         # The class of a block repeats the block's name.
         differences = {key: values for key, values in found.items() if key != "block._target_"}
+        if len({group.block for group in groups}) > 1:
+            differences = {"block": [group.block for group in groups], **differences}
         return Table(
             ["setting", *(g.label for g in groups)],
             [[k, *(show(v) for v in values)] for k, values in differences.items()],

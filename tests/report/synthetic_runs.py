@@ -116,6 +116,7 @@ def _write_summary(folder, config, rows, status, flops_per_token, facts):
         "tokens_per_second": last["tokens_per_second"],
         "parameters": PARAMETERS + facts["extra_parameters"],
         "flops_per_token": flops_per_token,
+        "baselines": {"bigram": {"loss": 5.1, "perplexity": 164.0, "bits_per_byte": 2.37}},
     }
     if status == "finished":
         for key in ("loss", "perplexity", "bits_per_byte"):

@@ -1,6 +1,8 @@
 """The page in a real browser: it draws, stays offline, obeys its switches, and looks as kept in artifacts/."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -202,6 +204,45 @@ def test_a_watched_page_loads_itself_again_as_the_reader_left_it(tmp_path, open_
     use_the_page.page = None
     monkeypatch.setattr(commands.time, "sleep", use_the_page)
     compare(tmp_path / "runs", "--watch", 5, "--out", out)
+
+
+@pytest.mark.slow
+def test_the_report_of_a_real_sweep_of_three_blocks(tmp_path, open_page):
+    """Trained here, from text to page: nothing between the trainer's files and the report is made up."""
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"{n} times {n} is {n * n}, and {n} plus {n} is {n + n}." for n in range(3000)))
+    command = [
+        sys.executable,
+        "train.py",
+        "-m",
+        "block=standard,xsa,polar",
+        "seed=1,2",
+        "data=text",
+        f"data.path={text}",
+    ]
+    command += ["tokenizer=byte", "model.d_model=32", "model.n_layer=2", "model.n_head=2", "model.context=32"]
+    command += ["trainer.max_steps=40", "trainer.batch_tokens=512", "trainer.val_every=10", "trainer.log_every=2"]
+    command += [
+        "diagnostics.every=10",
+        "logger=none",
+        f"runs_dir={tmp_path / 'runs'}",
+        f"cache_dir={tmp_path / 'cache'}",
+    ]
+    done = subprocess.run(command, cwd=ARTIFACTS.parent, capture_output=True, text=True, timeout=550)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    compare(tmp_path / "runs", "--out", tmp_path / "report.html")
+    page = open_page(tmp_path / "report.html")
+    page.evaluate("drawAll()")
+    assert page.evaluate("DATA.groups.map((g) => g.label)") == ["standard", "xsa", "polar"]
+    assert set(page.evaluate("DATA.runs.map((r) => r.status)")) == {"finished"}
+    for figure in FIGURES:
+        assert page.locator(f"#{figure}").locator(MARKS).count() > 0, figure
+    run = page.evaluate("DATA.runs[0].href")
+    page.evaluate("toggle([DATA.runs[0]], false); drawAll()")
+    assert traces(page, "bits", f"t.meta.run === '{run}'") == 0
+    page.evaluate("toggle([DATA.runs[0]], true); drawAll()")
+    ARTIFACTS.mkdir(exist_ok=True)
+    page.screenshot(path=ARTIFACTS / "report-real-sweep.png", full_page=True)
 
 
 @pytest.mark.slow

@@ -104,6 +104,14 @@ def test_unfinished_runs_are_not_judged_and_failed_ones_forbid_a_win(tmp_path):
     assert any("1 failed, 1 running" in note for note in judgement.notes)
 
 
+def test_a_group_without_a_finished_run_is_not_compared(tmp_path):
+    folders = write_sweep(tmp_path, blocks=("standard",), diagnostics=False)
+    folders.append(write_run(tmp_path / "polar", "polar", 1, status="interrupted", diagnostics=False))
+    row = judge(groups_of(folders)).rows[1]
+    assert row.outcome == "not compared"
+    assert "polar has no finished run yet" in row.sentence
+
+
 def test_a_diverged_run_has_no_value_and_is_named(tmp_path):
     folders = write_sweep(tmp_path, blocks=("standard", "polar"), diagnostics=False)
     write_run(tmp_path / "polar-seed2", "polar", 2, diverged=True, diagnostics=False)

@@ -47,6 +47,7 @@ def test_one_file_without_outside_references(tmp_path):
     assert not [r for r in references if r.startswith(("http:", "https:", "//"))]
     assert (tmp_path / "report.html").stat().st_size < 3e6
     assert 'href="runs/polar-seed1/"' in page
+    assert "For scale, in bits per byte: bigram 2.37." in page
     data = payload_of(page)
     assert len(data["runs"]) == 9
     assert data["diagnostics"][0]["final"]["radial/residual_rms"]["mean"][0] == pytest.approx(0.6, rel=0.1)

@@ -146,6 +146,12 @@ FIGURES.throughput = () => {
   };
 };
 
+// Equal costs must not be spread over the whole axis by their last digit.
+function padded(traces) {
+  const all = traces.flatMap((trace) => trace.x), low = lowest(all), high = highest(all), margin = Math.max(0.04 * high, 0.08 * (high - low));
+  return { range: [low - margin, high + margin] };
+}
+
 FIGURES.value = () => {
   const costs = [["flops", "training FLOPs"], ["seconds", "training time (s)"], ["parameters", "parameters"], ["tokens", "training tokens"]]
     .filter(([name]) => DATA.runs.some((run) => run.cost[name]));
@@ -164,5 +170,5 @@ FIGURES.value = () => {
   }
   const name = costs.find(([c]) => c === cost)[1];
   return traces.length ? { title: `Final loss against ${name}`, note: `${DATA.metric}; diamonds are means over seeds. Lower left is better.`, groups: drawn, traces,
-    layout: { xaxis: { title: { text: name }, exponentformat: "SI", nticks: 6 }, yaxis: { title: { text: DATA.unit } } } } : null;
+    layout: { xaxis: { title: { text: name }, exponentformat: "SI", nticks: 6, ...padded(traces) }, yaxis: { title: { text: DATA.unit } } } } : null;
 };

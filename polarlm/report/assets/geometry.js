@@ -24,11 +24,12 @@ FIGURES.depth = () => {
     if (found.low && state.band !== "none") traces.push(band(g, x, found.low, found.high));
     traces.push(line(g, { x, y: found.mean, mode: "lines+markers", marker: { size: 6 }, hovertemplate: `layer %{x}: %{y:.4g}<extra>${plain(DATA.groups[g].label)}</extra>` }));
     drawn.push(g);
-    growth.push({ group: g, value: found.mean.at(-1) / found.mean[0] });
+    // From the first layer on: embeddings are small by their initialisation, and the first layer makes up for that.
+    growth.push({ group: g, value: found.mean.at(-1) / found.mean[found.mean.length > 2 ? 1 : 0] });
     ends.push({ group: g, value: found.mean.at(-1) });
   }
   if (!traces.length) return null;
-  const title = name === "radial/residual_rms" ? "The residual stream grows over depth: " + perGroup(growth, (v) => short(v) + "×")
+  const title = name === "radial/residual_rms" ? "The residual stream grows from the first to the last layer: " + perGroup(growth, (v) => short(v) + "×")
     : `${sentence(quantity(name).title)} at the last layer: ` + perGroup(ends);
   return { title, note: "At the newest probe, mean over tokens and seeds" + (state.band !== "none" ? "; band: range of seeds." : "."), groups: drawn, traces,
     layout: { uirevision: name + state.logY, xaxis: { title: { text: embedding ? "after layer (0 = embedding)" : "layer" }, ...wholeTicks(traces) },
@@ -149,7 +150,7 @@ FIGURES.lag = () => {
 FIGURES.trajectory = () => {
   const names = [...new Set(DATA.diagnostics.flatMap((d) => (d ? Object.keys(d.history) : [])))].sort((a, b) => b.startsWith("parameters/") - a.startsWith("parameters/") || (a < b ? -1 : 1));
   if (!names.length) return null;
-  const name = choose("trajectory", "quantity", options(names), names[0]);
+  const name = choose("trajectory", "quantity", options(names), names[0].startsWith("parameters/") ? names[0] : "radial/residual_rms");
   const groups = probed().filter((g) => DATA.diagnostics[g].history[name]);
   if (!groups.length) return null;
   // [probe][layer][head] → [layer][head][probe], whatever of the last two axes there is.
