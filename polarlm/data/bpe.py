@@ -139,8 +139,10 @@ class SubwordTokenizer(Tokenizer):
             return None
         if not {bytes([b]) for b in range(256)} <= ranks.keys():
             return None
-        # Special tokens are left out: in a document they are ordinary text.
-        fast = tiktoken.Encoding("polarlm", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+        # Special tokens are never allowed: in a document they are ordinary text. One must be named all the same, since
+        # tiktoken searches for the empty expression otherwise and takes twice as long.
+        special = {self.eos or EOS: self.vocab_size}
+        fast = tiktoken.Encoding("polarlm", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
         same = fast.encode_ordinary(_PROBE) == self._library.encode(_PROBE, add_special_tokens=False).ids
         return fast if same else None
 

@@ -47,6 +47,16 @@ def test_a_saved_tokenizer_is_the_same(tokenizer: Tokenizer, tmp_path: Path) -> 
     assert again.eos_id == tokenizer.eos_id and again.encode("a") == tokenizer.encode("a")
 
 
+def test_a_special_token_in_a_document_is_ordinary_text() -> None:
+    tokenizer = trained()
+    ids = tokenizer.encode("a <|endoftext|> b")
+    assert (
+        tokenizer.eos_id not in ids
+        and max(ids) < tokenizer.vocab_size
+        and tokenizer.encode_slowly(["a <|endoftext|> b"]) == [ids]
+    )
+
+
 def test_training_twice_gives_the_same_vocabulary() -> None:
     assert trained().fingerprint == trained().fingerprint
 
