@@ -187,3 +187,18 @@ def test_memory_stays_linear_in_length():
             run(case, "streaming", kernel="student", radial_mode="own")
         sizes.append(largest)
     assert sizes[1] < 2.5 * sizes[0]
+
+
+@pytest.mark.slow
+def test_an_outer_compile_sees_one_operator_and_no_graph_break():
+    case = make_case(queries=33, dtype=torch.float32)
+
+    def loss(q, k, v, m):
+        out = robust_attention(q, k, v, m, case.noise, kernel="student", radial=case.radial, radial_mode="own")
+        return out.v_bar.square().sum() + out.log_evidence.sum() + out.m_bar.sum()
+
+    inputs = (case.q, case.k, case.v, case.magnitude)
+    plain = torch.autograd.grad(loss(*inputs), inputs)
+    compiled = torch.autograd.grad(torch.compile(loss, fullgraph=True)(*inputs), inputs)
+    for a, b in zip(plain, compiled):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
