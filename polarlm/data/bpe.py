@@ -107,8 +107,11 @@ class SubwordTokenizer(Tokenizer):
     def description(self) -> dict[str, Any]:
         return {"kind": "bpe", "eos": self.eos, "model": json.loads(self._serialised)}
 
+    def standard(self) -> str:
+        return self._serialised
+
     def save(self, folder: str | Path) -> None:
-        """Write a standard tokenizer.json, and beside it which token ends a text."""
+        """Write the tokenizer.json it was made from, and beside it which token ends a text."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         write_beside(folder / "tokenizer.json", self._serialised.encode())
@@ -131,7 +134,7 @@ class SubwordTokenizer(Tokenizer):
             return None
         import tiktoken
 
-        to_byte = _unicode_to_byte()
+        to_byte = unicode_to_byte()
         added = {token["content"] for token in model["added_tokens"]}
         try:
             ranks = {bytes(to_byte[c] for c in t): i for t, i in model["model"]["vocab"].items() if t not in added}
@@ -171,8 +174,9 @@ def _fast_pattern(model: dict[str, Any]) -> str | None:
     return None
 
 
-def _unicode_to_byte() -> dict[str, int]:
-    # GPT-2 writes printable bytes as themselves and moves the others up to code point 256 and beyond.
+def unicode_to_byte() -> dict[str, int]:
+    """GPT-2's way of writing bytes as printable characters."""
+    # Printable bytes stand for themselves, the others are moved up to code point 256 and beyond.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     moved = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(moved)}

@@ -145,6 +145,8 @@ def table(corpus: Corpus) -> str:
         f"tokenizer {tokenizer['kind']}, {tokenizer['vocab_size']:,} ids; fingerprint {corpus.fingerprint[:12]}"
     )
     lines += _leakage_lines(described["leakage"])
+    if any(numbers["unknown"] for numbers in described["splits"].values()):
+        lines.append("unknown tokens stand for text that is lost: bits per byte count them as if they were known")
     if corpus.manifest.get("empty_documents"):
         lines.append(f"{corpus.manifest['empty_documents']:,} empty documents left out")
     size = sum(file.stat().st_size for file in corpus.folder.rglob("*") if file.is_file())

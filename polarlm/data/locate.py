@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import hashlib
 import os
@@ -46,8 +47,13 @@ def usable_local_copy(config: DataConfig) -> Path | None:
         return None
     if config.split.rule == "own" and not {"train", "val"} <= {unit.split for unit in file_units(str(found), config)}:
         return None
-    print(f"data={config.name}: using the local copy {found}", file=sys.stderr)
+    _say_once(f"data={config.name}: using the local copy {found}")
     return found
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    print(message, file=sys.stderr)
 
 
 def download(config: DataConfig, cache_dir: Path) -> Path:

@@ -34,6 +34,7 @@ class PrepareProgress:
         if self._bar is not None:
             self._bar.stop()
         if error[0] is None and (self._bar is not None or self.bytes > 50e6):
+            self.expected = None  # nothing is left
             print(f"prepared {self.name}: {self.line()}", file=sys.stderr)
 
     def advance(self, documents: int, size: int, tokens: int) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.data.atomic import write_json
+from polarlm.data.atomic import write_beside, write_json
+from polarlm.data.standard import standard_bytes, standard_characters, standard_words
 from polarlm.errors import UserError
 
 EOS = "<|endoftext|>"
@@ -60,9 +61,14 @@ class Tokenizer(ABC):
         """The narrowest unsigned type that holds every id."""
         return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
 
+    @abstractmethod
+    def standard(self) -> str:
+        """The content of a standard tokenizer.json that gives the same ids."""
+
     def save(self, folder: str | Path) -> None:
-        """Write the tokenizer into a folder from which `load_tokenizer` restores it."""
+        """Write the tokenizer into a folder from which `load_tokenizer`, or any other program, restores it."""
         Path(folder).mkdir(parents=True, exist_ok=True)
+        write_beside(Path(folder) / "tokenizer.json", self.standard().encode())
         write_json(Path(folder) / DESCRIPTION, self.description())
 
 
@@ -81,6 +87,9 @@ class ByteTokenizer(Tokenizer):
 
     def description(self) -> dict[str, Any]:
         return {"kind": "byte"}
+
+    def standard(self) -> str:
+        return standard_bytes(self, EOS)
 
 
 class CharTokenizer(Tokenizer):
@@ -118,6 +127,9 @@ class CharTokenizer(Tokenizer):
 
     def description(self) -> dict[str, Any]:
         return {"kind": "char", "alphabet": self.alphabet}
+
+    def standard(self) -> str:
+        return standard_characters(self)
 
 
 class WordTokenizer(Tokenizer):
@@ -157,6 +169,9 @@ class WordTokenizer(Tokenizer):
 
     def description(self) -> dict[str, Any]:
         return {"kind": "word", "words": self.words}
+
+    def standard(self) -> str:
+        return standard_words(self)
 
 
 def is_saved(folder: Path) -> bool:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.data.tokenizer import (
-    DESCRIPTION,
     EOS,
     KINDS,
     ByteTokenizer,
@@ -101,8 +100,6 @@ def _tokenizer_json(config: TokenizerConfig) -> Path:
     if config.path is not None:
         path = Path(config.path).expanduser()
         file = path / "tokenizer.json" if path.is_dir() else path
-        if is_saved(path) and not file.is_file():
-            return path / DESCRIPTION  # one of ours without a tokenizer.json: characters or words
         if not file.is_file():
             raise UserError(
                 f"tokenizer.path={config.path}: no tokenizer.json there. Give such a file or a folder holding one."

@@ -47,6 +47,23 @@ def test_a_saved_tokenizer_is_the_same(tokenizer: Tokenizer, tmp_path: Path) -> 
     assert again.eos_id == tokenizer.eos_id and again.encode("a") == tokenizer.encode("a")
 
 
+@pytest.mark.parametrize(
+    "tokenizer",
+    [ByteTokenizer(), CharTokenizer.train(AWKWARD), WordTokenizer.train(["a b\n", "c"]), trained()],
+    ids=lambda t: t.kind,
+)
+def test_the_standard_file_gives_the_same_ids(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Library
+
+    tokenizer.save(tmp_path)
+    library = Library.from_file(str(tmp_path / "tokenizer.json"))
+    library.encode_special_tokens = True
+    for text in [*AWKWARD, "a b\nc d\n"] if tokenizer.kind != "char" else AWKWARD:
+        ids = tokenizer.encode(text)
+        assert library.encode(text, add_special_tokens=False).ids == ids
+        assert tokenizer.kind == "word" or library.decode(ids, skip_special_tokens=False) == text
+
+
 def test_a_special_token_in_a_document_is_ordinary_text() -> None:
     tokenizer = trained()
     ids = tokenizer.encode("a <|endoftext|> b")
