@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import lightning.pytorch as pl
 import torch
@@ -19,10 +19,10 @@ _AHEAD = 2
 
 
 class Prefetched:
-    """An iterable read by a background thread, a few batches ahead; a length makes Lightning count batches rightly."""
+    """Batches made by a background thread, a few ahead; every iteration begins anew with `make`."""
 
-    def __init__(self, batches: Iterable[Batch], length: int = _ENDLESS):
-        self._batches, self._length = batches, length
+    def __init__(self, make: Callable[[], Iterable[Batch]], length: int = _ENDLESS):
+        self._make, self._length = make, length
 
     def __len__(self) -> int:
         return self._length
@@ -43,7 +43,7 @@ class Prefetched:
 
         def read() -> None:
             try:
-                for batch in self._batches:
+                for batch in self._make():
                     if not put({name: tensor.pin_memory() for name, tensor in batch.items()} if pin else batch):
                         return
                 put(None)
@@ -110,7 +110,7 @@ class LMDataModule(pl.LightningDataModule):
         if self.trainer is not None:
             rank, world = self.trainer.global_rank, self.trainer.world_size
             start = self.trainer.global_step * self.trainer.accumulate_grad_batches
-        return Prefetched(train_batches(self.sequences(), self.micro_batch, rank, world, start))
+        return Prefetched(lambda: train_batches(self.sequences(), self.micro_batch, rank, world, start))
 
     def eval_dataloader(self, split: str, *, whole: bool = False) -> Prefetched:
         """Every token of a split once (see EvalBatches), this rank's share; without `whole`, the first eval_tokens."""
@@ -119,7 +119,7 @@ class LMDataModule(pl.LightningDataModule):
         batches = EvalBatches(
             self.corpus.store(split), self.context, self.micro_batch, rank, world, tokens, self.mask_documents
         )
-        return Prefetched(batches, len(batches))
+        return Prefetched(lambda: batches, len(batches))
 
     def val_dataloader(self) -> Prefetched:
         return self.eval_dataloader("val")

@@ -33,6 +33,12 @@ def test_training_continues_at_the_trainers_step(module: LMDataModule) -> None:
     assert torch.equal(next(at(module, 6, accumulate=2))["tokens"], batches[12])
 
 
+def test_iterating_again_begins_again(module: LMDataModule) -> None:
+    loader = module.train_dataloader()
+    first, second = (next(iter(loader))["tokens"] for _ in range(2))
+    assert torch.equal(first, second)
+
+
 def test_ranks_share_the_global_batch(module: LMDataModule) -> None:
     single = LMDataModule(module.corpus, context=16, micro_batch=8, seed=1)
     wanted = next(at(single, 3))["tokens"]
@@ -47,7 +53,7 @@ def test_batches_are_ready_before_they_are_needed() -> None:
             made.append(number)
             yield {"tokens": torch.tensor([number])}
 
-    loader = iter(Prefetched(batches()))
+    loader = iter(Prefetched(batches))
     assert int(next(loader)["tokens"]) == 0
     deadline = time.monotonic() + 5
     while len(made) < 3 and time.monotonic() < deadline:
@@ -67,7 +73,7 @@ def test_an_error_while_reading_reaches_the_reader() -> None:
         yield {}
         raise OSError("disk on fire")
 
-    loader = iter(Prefetched(broken()))
+    loader = iter(Prefetched(broken))
     next(loader)
     with pytest.raises(OSError, match="disk on fire"):
         next(loader)
