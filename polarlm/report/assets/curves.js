@@ -78,13 +78,13 @@ function curveFigure(kind, unit, read, title, note) {
       traces.push(line(g, { x: curve.x, y: curve.mean, width: 2.2, hovertemplate: `${hover}<extra>${label}, mean of ${curve.n}</extra>` }));
     }
     drawn.push(g);
-    const last = runs.map((run) => finite(smooth(read(run), weight)).at(-1));
-    ends.push({ group: g, value: mean(last) });
+    const last = curve && curve.x.length ? finite(curve.mean).at(-1) : mean(runs.map((run) => finite(smooth(read(run), weight)).at(-1)));
+    ends.push({ group: g, value: last });
   }
   if (!traces.length) return null;
   const bandWord = spread ? (state.band === "interval" ? " Band: 95 % interval of the mean." : " Band: range of seeds.") : "";
   return {
-    title: title(ends), note: note + bandWord, groups: drawn, traces,
+    title: title(ends, DATA.runs.some((run) => isShown(run) && run.status === "running") ? "stands at" : "ends at"), note: note + bandWord, groups: drawn, traces,
     layout: {
       uirevision: [state.axis, state.logX, state.logY].join(), hovermode: "closest",
       xaxis: { title: { text: AXES[state.axis] }, type: state.logX ? "log" : "linear", exponentformat: "SI" },
@@ -111,15 +111,15 @@ const byValue = (ends) => [...ends].sort((a, b) => a.value - b.value);
 const digits = (v) => Number(v.toPrecision(4)).toString();
 
 FIGURES.bits = () => curveFigure("val", "bits per byte", (run) => run.val.bpb,
-  (ends) => "Validation ends at bits per byte of: " + perGroup(byValue(ends), digits),
+  (ends, verb) => `Validation ${verb} bits per byte of: ` + perGroup(byValue(ends), digits),
   "Bits per byte does not depend on the tokenizer. During training part of the validation split is used, at the end all of it.");
 
 FIGURES.perplexity = () => curveFigure("val", "perplexity", (run) => run.val.loss.map((v) => (v === null ? null : Math.exp(v))),
-  (ends) => (DATA.oneTokenizer ? "Validation perplexity ends at: " + perGroup(byValue(ends), digits) : "Perplexities of different tokenizers: not comparable"),
+  (ends, verb) => (DATA.oneTokenizer ? `Validation perplexity ${verb}: ` + perGroup(byValue(ends), digits) : "Perplexities of different tokenizers: not comparable"),
   DATA.oneTokenizer ? "Per token; the same data as above." : "Each counts its own tokens. Compare bits per byte.");
 
 FIGURES.training = () => curveFigure("train", "loss (nats per token)", (run) => run.train.loss,
-  (ends) => "Training loss ends at: " + perGroup(byValue(ends), digits),
+  (ends, verb) => `Training loss ${verb}: ` + perGroup(byValue(ends), digits),
   "Averaged over short stretches of steps" + (state.smoothing ? `, then smoothed (${state.smoothing}).` : "."));
 
 FIGURES.throughput = () => {
@@ -142,7 +142,7 @@ FIGURES.throughput = () => {
     note: "Tokens per second of training; each dot is a run. Only runs on the same, otherwise idle machine can be compared.", traces,
     height: Math.max(200, 70 + 34 * speeds.length),
     layout: { xaxis: { title: { text: "tokens per second" }, rangemode: "tozero", exponentformat: "SI" },
-      yaxis: { autorange: "reversed", showgrid: false, ticks: "", type: "category" }, barmode: "overlay", margin: { l: 20, r: 12, t: 6, b: 42 } },
+      yaxis: { autorange: "reversed", showgrid: false, ticks: "", type: "category", automargin: true }, barmode: "overlay", margin: { l: 20, r: 12, t: 6, b: 42 } },
   };
 };
 

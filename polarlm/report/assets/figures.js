@@ -32,12 +32,12 @@ function render(id) {
 
 const AXIS = () => ({
   gridcolor: ink.grid, zeroline: false, linecolor: ink.line, showline: true, ticks: "outside", tickcolor: ink.line, ticklen: 4,
-  tickfont: { color: ink.soft, size: 11 }, automargin: true,
+  tickfont: { color: ink.soft, size: 11 },
 });
 
 function frame(layout) {
   const framed = {
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 56, r: 12, t: 12, b: 42 }, showlegend: false,
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 72, r: 12, t: 12, b: 42 }, showlegend: false,
     font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: ink.text }, hovermode: "closest",
     hoverlabel: { bgcolor: ink.raised, bordercolor: ink.line, font: { color: ink.text, size: 12 }, align: "left" },
     modebar: { bgcolor: "rgba(0,0,0,0)", color: ink.line, activecolor: ink.soft },

@@ -94,7 +94,7 @@ FIGURES.heat = () => {
     colorbar: { thickness: 10, outlinewidth: 0, tickfont: { color: ink.soft, size: 11 }, title: { text: quantity(name).axis, side: "right", font: { size: 12, color: ink.soft } } } } };
   const traces = groups.map((g, i) => {
     const c = i % columns, r = Math.floor(i / columns), n = i ? String(i + 1) : "", x = c * (width + gapX), top = 1 - r * (height + gapY);
-    layout["xaxis" + n] = { domain: [x, x + width], anchor: "y" + n, title: { text: r === rows - 1 || i + columns >= groups.length ? "head" : "" }, dtick: 1, showgrid: false, showline: false, constrain: "domain" };
+    layout["xaxis" + n] = { domain: [x, x + width], anchor: "y" + n, title: { text: r === rows - 1 || i + columns >= groups.length ? "head" : "" }, dtick: 1, showgrid: false, showline: false };
     layout["yaxis" + n] = { domain: [top - height, top], anchor: "x" + n, title: { text: c === 0 ? "layer" : "" }, dtick: 1, showgrid: false, showline: false };
     layout.annotations.push({ text: plain(DATA.groups[g].label), x, y: top, xref: "paper", yref: "paper", xanchor: "left", yanchor: "bottom", showarrow: false, font: { size: 12, color: ink.text } });
     return { type: "heatmap", z: finalMean(g, name), xaxis: "x" + n, yaxis: "y" + n, coloraxis: "coloraxis", xgap: 1, ygap: 1, meta: { group: g },
@@ -147,10 +147,19 @@ FIGURES.lag = () => {
     layout: { uirevision: name, xaxis: { title: { text: profile(groups[0]).xlabel + " (tokens)" }, type: "log", dtick: "D2" }, yaxis: { title: { text: quantity(name).axis } } } };
 };
 
+// The quantity that training moved most, relative to where it started.
+function liveliest(names) {
+  const moved = (name) => Math.max(...DATA.diagnostics.filter((d) => d && d.history[name]).map((d) => {
+    const first = mean(flat(d.history[name][0]).map(Math.abs)), steps = flat(d.history[name].at(-1)).map((v, i) => Math.abs(v - flat(d.history[name][0])[i]));
+    return first > 0 ? mean(steps) / first : 0;
+  }));
+  return names.map((name) => [moved(name), name]).sort((a, b) => b[0] - a[0]).map(([, name]) => name)[0];
+}
+
 FIGURES.trajectory = () => {
   const names = [...new Set(DATA.diagnostics.flatMap((d) => (d ? Object.keys(d.history) : [])))].sort((a, b) => b.startsWith("parameters/") - a.startsWith("parameters/") || (a < b ? -1 : 1));
   if (!names.length) return null;
-  const name = choose("trajectory", "quantity", options(names), names[0].startsWith("parameters/") ? names[0] : "radial/residual_rms");
+  const name = choose("trajectory", "quantity", options(names), liveliest(names.filter((n) => n.startsWith("parameters/"))) || "radial/residual_rms");
   const groups = probed().filter((g) => DATA.diagnostics[g].history[name]);
   if (!groups.length) return null;
   // [probe][layer][head] → [layer][head][probe], whatever of the last two axes there is.
