@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import json
 import netrc
 import os
 import threading
@@ -70,15 +71,18 @@ def logged_in() -> bool:
 
 @lru_cache(maxsize=4)
 def reachable(url: str) -> bool:
-    """Whether anything answers at `url` within a few seconds; asked once per process, proxies respected."""
+    """Whether the server answers a question within a few seconds; asked once per process, proxies respected."""
+    question = json.dumps({"query": "query { serverInfo { cliVersionInfo } }"}).encode()
+    request = urllib.request.Request(f"{url.rstrip('/')}/graphql", question, {"Content-Type": "application/json"})
     answered = threading.Event()
 
     def ask() -> None:
         try:
-            urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=PATIENCE).close()
+            urllib.request.urlopen(request, timeout=PATIENCE).close()
             answered.set()
-        except urllib.error.HTTPError:
-            answered.set()  # an error page is an answer
+        except urllib.error.HTTPError as error:
+            if error.code < 500:  # it refuses the question, so it is there
+                answered.set()
         except (OSError, ValueError):
             pass
 

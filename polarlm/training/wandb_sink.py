@@ -109,6 +109,7 @@ def start_wandb(config: dict[str, Any], folder: Path, *, group: str | None, tags
             raise
         mode = "offline"
         print(f"wandb: {' '.join(str(error).split())[:200]}; this run is logged offline", file=sys.stderr)
+        arguments["id"] = secrets.token_hex(4)  # wandb still holds the id of the run that did not start
         run = wandb.init(mode=mode, settings=settings, **arguments)
     write_json(remembered, {"id": run.id, "project": options["project"], "mode": mode})
     define_axes(run)

@@ -1,5 +1,6 @@
 """Two processes on one CPU (gloo): one run folder, the same global batches, the same losses to rounding."""
 
+import json
 import os
 import subprocess
 import sys
@@ -35,3 +36,11 @@ def test_two_processes_equal_one(workshop, alone, strategy):
             if key in one:
                 assert two[key] == pytest.approx(one[key], abs=2e-4), (key, one["step"])
     assert sorted(p.name for p in (workshop.folder / "runs").glob(f"{strategy}*")) == [strategy]
+    # Rank 0 probes, with the other rank's shards under FSDP: before training moves the weights, to the last bit.
+    assert probes(workshop, strategy)[0] == probes(workshop, "alone")[0]
+    assert [probe["step"] for probe in probes(workshop, strategy)] == [0, 8, 16, 24]
+
+
+def probes(workshop, name: str) -> list[dict]:
+    lines = (workshop.folder / "runs" / name / "diagnostics" / "probe.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]

@@ -3,7 +3,9 @@
 import json
 import socket
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
@@ -210,6 +212,23 @@ class TestMode:
             assert wandb_mode.choose_mode("auto")[0] == "offline"
             assert time.perf_counter() - began < 3
 
+    @pytest.mark.parametrize(("code", "mode"), [(200, "online"), (400, "online"), (503, "offline")])
+    def test_an_answer_counts_unless_the_server_is_broken(self, monkeypatch, code, mode):
+        class Answer(BaseHTTPRequestHandler):
+            def do_POST(self):
+                self.send_response(code)
+                self.end_headers()
+
+            def log_message(self, *arguments):
+                pass
+
+        with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+            monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+            assert wandb_mode.choose_mode("auto")[0] == mode
+            server.shutdown()
+
     def test_login_is_found_in_netrc_for_the_configured_server(self, monkeypatch, tmp_path):
         (tmp_path / "netrc").write_text("machine wandb.example.org login user password " + "y" * 40 + "\n")
         assert not wandb_mode.logged_in()
@@ -225,7 +244,7 @@ class TestMode:
         real = wandb.init
 
         def init(mode, **arguments):
-            started.append(mode)
+            started.append((mode, arguments["id"]))
             if mode == "online":
                 raise wandb.errors.CommError("the server\nis away")
             return real(mode=mode, **arguments)
@@ -234,7 +253,9 @@ class TestMode:
         monkeypatch.setattr("polarlm.training.wandb_sink.choose_mode", lambda wanted: ("online", None))
         (sink,) = build_loggers(config_of(), folder)
         finish_loggers([sink], "finished")
-        assert started == ["online", "offline"] and sink.offline
+        (first, first_id), (second, second_id) = started
+        assert (first, second) == ("online", "offline") and sink.offline
+        assert first_id != second_id  # wandb says "run ID is in use" for the one that did not start
         assert "the server is away; this run is logged offline" in capsys.readouterr().err
 
 
