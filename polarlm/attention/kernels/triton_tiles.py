@@ -1,21 +1,26 @@
 """What the Triton kernels do with one tile of query-key pairs: loading, scores, weights and their gradients.
 
-Lag tables are those of lag_tables.py, with t1 in units of log 2 and padded by PAD lags of t1 = −∞ on both sides: that
-is the causal mask and the end of the sequence. Symbols as in elementwise.py; g = ∂L. A value per query or per key comes
-already shaped to broadcast over the tile, so that a tile may be (queries, keys) or (keys, queries).
+Nothing is read from tables here: on a GPU one exponential and two reciprocals per pair cost less than gathering four
+numbers by lag. A value per query or per key comes already shaped to broadcast over the tile, so that a tile may be
+(queries, keys) or (keys, queries). Symbols as in elementwise.py; g = ∂L, num = m²E² + m∞²,
+var = η_k²E² + σ0² + σ̃²(1−E²).
 """
 
 import triton
 import triton.language as tl
 
-PAD = tl.constexpr(256)  # lags beyond both ends of a table: at least two blocks
+from . import noise
+
+MAX_QUERY_PRECISION = tl.constexpr(noise.MAX_QUERY_PRECISION)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+# E² stops here, so that num and var keep their ratio where both floors are switched off.
+MIN_DECAY2 = tl.constexpr(1e-24)
 
 
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr):
-    """Matrix product in fp32; fp32 operands keep (nearly) all their bits, see triton_backend.py."""
+    """Matrix product summed in fp32."""
     if PRECISION == "interpreted":  # the interpreter would multiply the bit patterns of bf16
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b, input_precision=PRECISION)
@@ -40,6 +45,16 @@ def store_rows(base, row, stride, valid, tile, SIZE: tl.constexpr, BLOCK_D: tl.c
 
 
 @triton.jit
+def load_noise(parameters, head, heads):
+    """μ·log2 e, η_k² − σ̃², σ0² + σ̃² (so that var = (η_k²−σ̃²)E² + σ0²+σ̃²), η_q², m∞², and ν or τ of a head."""
+    at = parameters + head
+    eta_k2, eta_q2, sigma02 = tl.load(at + heads), tl.load(at + 2 * heads), tl.load(at + 3 * heads)
+    process2 = tl.load(at + 5 * heads)
+    m_inf2, shape = tl.load(at + 4 * heads), tl.load(at + 6 * heads)
+    return tl.load(at) * LOG2E, eta_k2 - process2, sigma02 + process2, eta_q2, m_inf2, shape
+
+
+@triton.jit
 def log2_1p(y):
     """log2(1+y), y ≥ 0, with what rounding 1+y lost put back."""
     one_plus = 1 + y
@@ -48,53 +63,45 @@ def log2_1p(y):
 
 @triton.jit
 def scores(
-    dots, lag, table, table_row, q2, k2, m2, q_document, k_document, shape, cap,
-    KERNEL: tl.constexpr, MAGNITUDE: tl.constexpr, DECAY_KEYS: tl.constexpr, DECAY_VALUES: tl.constexpr,
+    dots, lag, q2, k2, m2, q_document, k_document, mu, slope, floor, eta_q2, m_inf2, shape,
+    SIZE: tl.constexpr, KERNEL: tl.constexpr, MAGNITUDE: tl.constexpr, DECAY_KEYS: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """n, a, b, E at each pair's lag, κ̃/d_h with and without its cap, R² before clamping, y, and (L − log n)·log2 e.
-
-    y is x/ν or x/τ. What the switches leave out is filled with something of the right shape that nobody reads.
-    """
-    at = table + lag
-    log2_weight = tl.load(at)
-    if DOCUMENTS:
-        log2_weight = tl.where(q_document == k_document, log2_weight, float("-inf"))
-    free = tl.load(at + table_row)
-    own, floor, n, decay = free, free, free, free
-    if MAGNITUDE:
-        own, floor = tl.load(at + 2 * table_row), tl.load(at + 3 * table_row)
-        n = m2 * own + floor
-        free = n * free
-    if DECAY_KEYS or DECAY_VALUES:
-        decay = tl.load(at + (4 if MAGNITUDE else 2) * table_row)
-    capped = tl.minimum(free, cap)
-    if DECAY_KEYS:
-        r2 = q2 + decay * (decay * k2 - 2 * dots)
-    else:
-        r2 = q2 + k2 - 2 * dots
-    y = capped * tl.maximum(r2, 0.0) * (1 / shape)
+    """E, E², num, 1/var, 1/(var + η_q²), κ̃/d_h before its cap, R² before clamping, y = x/ν or x/τ, and log2 of w·[allowed]."""
+    decay = tl.exp2(-mu * tl.maximum(lag, 0.0))
+    decay2 = tl.maximum(decay * decay, MIN_DECAY2)
+    variance = slope * decay2 + floor
+    numerator = m2 * decay2 + m_inf2 if MAGNITUDE else decay2 * 0 + 1
+    inverse, inverse_query = 1 / variance, 1 / (variance + eta_q2)
+    free = numerator * inverse_query * (2 / SIZE)
+    r2 = q2 + decay * (decay * k2 - 2 * dots) if DECAY_KEYS else q2 + k2 - 2 * dots
+    cap = MAX_QUERY_PRECISION / (SIZE / 2)
+    y = tl.minimum(free, cap) * tl.maximum(r2, 0.0) * (1 / shape)
     if KERNEL == "student":
-        log2_weight -= (shape + 1) * log2_1p(y)
+        log2_weight = -(shape + 1) * log2_1p(y)
     elif KERNEL == "exponential":
-        log2_weight -= LOG2E * y
-    return n, own, floor, decay, capped, free, r2, y, log2_weight
+        log2_weight = -LOG2E * y
+    else:
+        log2_weight = y * 0
+    allowed = lag >= 0
+    if DOCUMENTS:
+        allowed = allowed & (q_document == k_document)
+    return decay, decay2, numerator, inverse, inverse_query, free, r2, y, tl.where(allowed, log2_weight, float("-inf"))
 
 
 @triton.jit
 def gradients(
-    n, decay, capped, free, r2, y, log2_weight, d_weights, log_evidence, delta, shape, cap,
-    KERNEL: tl.constexpr, MAGNITUDE: tl.constexpr, DECAY_VALUES: tl.constexpr,
+    decay, numerator, inverse, free, r2, y, log2_weight, d_weights, log_evidence, delta, shape,
+    SIZE: tl.constexpr, KERNEL: tl.constexpr, DECAY_VALUES: tl.constexpr,
 ):  # fmt: skip
     """The weights that multiply v, g, ∂R², −∂log κ̃ and −∂L/∂y, from the upstream gradient of the weights."""
-    weights = tl.exp2(log2_weight - log_evidence * LOG2E)
-    if MAGNITUDE:
-        weights = n * weights
+    weights = numerator * inverse * tl.exp2(log2_weight - log_evidence * LOG2E)
     applied = weights * decay if DECAY_VALUES else weights
     g = applied * d_weights - weights * delta
-    slope = (shape + 1) / (1 + y) if KERNEL == "student" else 1.0
-    d_r2 = tl.where(r2 >= 0, -g * slope * capped * (1 / shape), 0.0)
-    gated = tl.where(free <= cap, g * slope * y, 0.0)
+    steepness = (shape + 1) / (1 + y) if KERNEL == "student" else 1.0
+    cap = MAX_QUERY_PRECISION / (SIZE / 2)
+    d_r2 = tl.where(r2 >= 0, -g * steepness * tl.minimum(free, cap) * (1 / shape), 0.0)
+    gated = tl.where(free <= cap, g * steepness * y, 0.0)
     if KERNEL == "gaussian":
-        gated = g * 0.0
-    return applied, g, d_r2, gated, slope
+        d_r2, gated = g * 0, g * 0
+    return applied, g, d_r2, gated, steepness
