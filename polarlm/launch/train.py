@@ -23,6 +23,7 @@ from polarlm.model import GPT
 from polarlm.training.batching import BatchPlan, plan_batches, total_steps
 from polarlm.training.build import build_model
 from polarlm.training.hardware import choose_accelerator, choose_compile, choose_precision, use_tensor_cores
+from polarlm.training.loggers import command_overrides, sweep_group
 from polarlm.training.run_folder import choose_folder, environment, read_json, write_json, write_text
 
 FOLDER_VARIABLE = "POLARLM_RUN_DIR"  # how rank 0 tells the processes it starts where the run lives
@@ -62,6 +63,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     )
     for key in config.keys() - known:
         warnings.warn(f"The setting '{key}' is not known to polarlm and has no effect", stacklevel=2)
+    config["group"] = config["group"] or sweep_group(config, *command_overrides())
     if not isinstance(config["seed"], int) or config["seed"] < 0:
         raise UserError(f"seed={config['seed']!r} must be a whole number from 0 up")
     return config

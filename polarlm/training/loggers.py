@@ -31,16 +31,15 @@ def build_loggers(config: dict[str, Any], folder: Path) -> list[Logger]:
     if kind == "none" or getattr(rank_zero_only, "rank", 0):
         return []
     overrides, swept = command_overrides()
-    group = config["group"] or sweep_group(config, overrides, swept)
     tags = [tag[:MAX_TAG] for tag in overrides if key_of(tag) in swept or (not swept and not is_place(tag))]
     if kind == "wandb":
         from polarlm.training.wandb_sink import start_wandb
 
-        sink = start_wandb(config, folder, group=group, tags=tags)
+        sink = start_wandb(config, folder, group=config["group"], tags=tags)
         return [] if sink is None else [sink]
     from polarlm.training.trackio_sink import TrackioSink
 
-    return [TrackioSink(config, folder, group=group)]
+    return [TrackioSink(config, folder, group=config["group"])]
 
 
 def finish_loggers(loggers: list[Logger], status: str) -> None:

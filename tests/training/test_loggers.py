@@ -277,7 +277,8 @@ class TestOverrides:
         typed = ["-m", "seed=1,2", "optim.lr=1e-3", "trainer.max_steps=5"]
         self.job(monkeypatch, typed, ["seed=2", "optim.lr=1e-3", "trainer.max_steps=5"], "MULTIRUN")
         assert command_overrides()[1] == {"seed"}
-        (sink,) = build_loggers(config_of(group=None), folder)
+        group = loggers_module.sweep_group(config_of(), *command_overrides())
+        (sink,) = build_loggers(config_of(group=group), folder)
         finish_loggers([sink], "finished")
         (run,) = runs_of(folder)
         assert list(run.run.tags) == ["seed=2"]
