@@ -13,6 +13,7 @@ from polarlm.errors import UserError
 
 ZERO_SHARE = 0.25  # share of heads without decay when `mu` is spread over the heads
 DECADES = 2.0  # the other heads' decay rates cover this many powers of ten below `mu`
+STRICTLY_POSITIVE = {"nu", "nu_t", "nu_r", "tau", "radius"}  # these divide; noises, rates and steps may be 0
 NOISE_SPLIT = {"k": 0.4, "q": 0.4, "0": 0.2}  # how a matched total variance divides over key, query and floor
 
 Value = float | Sequence[float]
@@ -44,7 +45,7 @@ class Positive(nn.Module):
 
 
 class Estimator(nn.ModuleDict):
-    """The named positive parameters of one block; `estimator.values()`-like access is `read()`."""
+    """The named positive parameters of one block."""
 
     def __init__(self, values: Mapping[str, Tensor], frozen: Iterable[str], known: Iterable[str]) -> None:
         known = list(known)
@@ -65,21 +66,27 @@ def inverse_softplus(value: Tensor) -> Tensor:
 
 
 def per_head(name: str, value: Value, heads: int) -> Tensor:
-    """One number for all heads or a list with one per head -> (heads,), checked to be >= 0 and finite."""
-    values = torch.as_tensor(value, dtype=torch.float64).flatten()
+    """One number for all heads or a list with one per head -> (heads,), checked."""
+    values = _numbers(name, value).flatten()
     if values.numel() not in (1, heads):
         raise UserError(f"block.{name} has {values.numel()} values; give one number, or one per head ({heads}).")
-    _check(name, values)
     return values.expand(heads).clone()
 
 
 def scalar(name: str, value: float) -> Tensor:
-    """A number shared by all heads -> (), checked to be >= 0 and finite."""
-    number = torch.as_tensor(value, dtype=torch.float64)
+    """A number shared by all heads -> (), checked."""
+    number = _numbers(name, value)
     if number.dim():
         raise UserError(f"block.{name} is {value}; it is shared by all heads, so give one number.")
-    _check(name, number)
     return number
+
+
+def refuse_noiseless(values: Mapping[str, Tensor], key_noise: str, floor: str) -> None:
+    """A key without any noise would have infinite precision."""
+    if bool(((values[key_noise] == 0) & (values[floor] == 0)).any()):
+        raise UserError(
+            f"block.{key_noise} and block.{floor} are both 0: infinite precision. Make one of them positive."
+        )
 
 
 def decay_rates(name: str, mu: Value, spread: bool, heads: int) -> Tensor:
@@ -116,6 +123,13 @@ def choice(name: str, value: str, allowed: Sequence[str]) -> str:
     return value
 
 
-def _check(name: str, values: Tensor) -> None:
-    if not bool((torch.isfinite(values) & (values >= 0)).all()):
-        raise UserError(f"block.{name} is {values.tolist()}; it must be finite and not negative.")
+def _numbers(name: str, value: Value) -> Tensor:
+    try:
+        values = torch.as_tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        raise UserError(f"block.{name} is {value!r}; it must be a number, or a list of numbers.") from None
+    lowest = "positive" if name in STRICTLY_POSITIVE else "not negative"
+    legal = values > 0 if name in STRICTLY_POSITIVE else values >= 0
+    if not bool((torch.isfinite(values) & legal).all()):
+        raise UserError(f"block.{name} is {values.tolist()}; it must be finite and {lowest}.")
+    return values

@@ -22,6 +22,7 @@ from polarlm.attention.estimator import (
     decay_rates,
     matched_variance,
     per_head,
+    refuse_noiseless,
     scalar,
 )
 from polarlm.attention.kernels import KERNELS, DirectionalNoise, RadialNoise, robust_attention
@@ -122,6 +123,8 @@ class PolarAttention(Mixer):
         values["mu"] = decay_rates("mu", mu, mu_spread, heads)
         given = {"nu_r": nu_r, "eta_rq": eta_rq, "eta_rk": eta_rk, "sigma_r0": sigma_r0, "alpha": alpha, "beta": beta}
         values |= {name: scalar(name, value) for name, value in given.items()}
+        refuse_noiseless(values, "eta_tk", "sigma_t0")
+        refuse_noiseless(values, "eta_rk", "sigma_r0")
         values["gain"] = torch.tensor(1 / self._stream_rms())
         used = {name: value for name, value in values.items() if name not in self._without_effect()}
         self.estimator = Estimator(used, frozen, PARAMETERS)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from polarlm.attention.estimator import Estimator, scalar
+from polarlm.attention.estimator import Estimator, refuse_noiseless, scalar
 from polarlm.attention.mixer import (
     KeyValueCache,
     Mixer,
@@ -61,7 +61,10 @@ class PolarLiteralAttention(Mixer):
         self.out = linear(self.rotary_dim, d, residual_std(shape.n_layer))
         given = dict(nu_t=nu_t, nu_r=nu_r, eta_tq=eta_tq, eta_tk=eta_tk, eta_rq=eta_rq, eta_rk=eta_rk)
         given |= dict(sigma_t0=sigma_t0, sigma_r0=sigma_r0, m_inf=m_inf, mu=mu, alpha=alpha, beta=beta, radius=radius)
-        self.estimator = Estimator({name: scalar(name, value) for name, value in given.items()}, frozen, given)
+        values = {name: scalar(name, value) for name, value in given.items()}
+        refuse_noiseless(values, "eta_tk", "sigma_t0")
+        refuse_noiseless(values, "eta_rk", "sigma_r0")
+        self.estimator = Estimator(values, frozen, given)
 
     @property
     def rotary_dim(self) -> int:

@@ -11,7 +11,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from polarlm.attention.estimator import Estimator, Value, choice, decay_rates, matched_variance, per_head
+from polarlm.attention.estimator import (
+    Estimator,
+    Value,
+    choice,
+    decay_rates,
+    matched_variance,
+    per_head,
+    refuse_noiseless,
+)
 from polarlm.attention.kernels import KERNELS, DirectionalNoise, robust_attention
 from polarlm.attention.mixer import (
     INIT_STD,
@@ -78,6 +86,7 @@ class RobustFilterAttention(Mixer):
         given = {"eta_k": eta_k, "eta_q": eta_q, "sigma_0": sigma_0, "sigma_process": sigma_process}
         for name, value in given.items():
             values[name] = (SHARES[name] * total).sqrt() if value is None else per_head(name, value, heads)
+        refuse_noiseless(values, "eta_k", "sigma_0")
         values["mu"] = decay_rates("mu", mu, mu_spread, heads)
         unused = {"student": ["tau"], "exponential": ["nu"], "gaussian": ["nu", "tau", "eta_q"]}[kernel]
         self.estimator = Estimator({n: v for n, v in values.items() if n not in unused}, frozen, PARAMETERS)

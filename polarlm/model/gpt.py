@@ -143,6 +143,8 @@ class GPT(nn.Module):
         """The final normalised states (B, T, d)."""
         if documents is not None and cache is not None:
             raise ValueError("documents and cache exclude each other: a cache holds one running text per row")
+        if documents is not None and documents.shape != tokens.shape:
+            raise ValueError(f"documents {tuple(documents.shape)} must have the shape of tokens {tuple(tokens.shape)}")
         rotary = self._rotary(tokens, documents, cache)
         x = self.dropout(self.embedding(tokens))
         for layer, block in enumerate(self._blocks()):
