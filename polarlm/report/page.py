@@ -32,9 +32,9 @@ def render_page(groups: Sequence[Group], judgement: Judgement, payload: dict[str
     """The page's text. Whatever comes from a run folder is escaped or travels as compressed JSON."""
     finding = headline(judgement)
     verdicts = [f"<li>{escape(row.sentence)}</li>" for row in judgement.rows if row.outcome != "baseline"]
-    return Template(_asset("report.html")).substitute(
+    return Template(_asset("page.html")).substitute(
         title=escape(f"polarlm: {finding}"),
-        css=_asset("report.css"),
+        css=_asset("page.css"),
         headline=escape(finding),
         meta=escape(_meta(groups, payload)),
         final_table=_html(final_table(judgement), judgement),

@@ -7,13 +7,16 @@ import gzip
 import io
 import json
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from synthetic_runs import write_run, write_sweep
 
 from polarlm.errors import UserError
-from polarlm.report import commands
+from polarlm.report import commands, page
 from polarlm.report.payload import rounded
 
 
@@ -127,3 +130,14 @@ def test_nothing_found_is_a_sentence(tmp_path):
         compare(tmp_path / "runs")
     with pytest.raises(UserError, match="positive number of seconds"):
         compare(tmp_path, "--watch", -1)
+
+
+def test_every_asset_is_under_version_control_and_so_in_the_wheel():
+    """The wheel leaves out what git ignores; a page without its template would only fail on other machines."""
+    root = Path(page.__file__).resolve().parents[2]
+    if not (root / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("not a git checkout")
+    assets = sorted((root / "polarlm" / "report" / "assets").iterdir())
+    ignored = subprocess.run(["git", "check-ignore", *map(str, assets)], cwd=root, capture_output=True, text=True)
+    assert {"page.html", "page.css", *page.SCRIPTS} == {path.name for path in assets}
+    assert ignored.stdout == ""
