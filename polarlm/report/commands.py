@@ -35,6 +35,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--text", action="store_true", help="print the final table and the verdicts")
     parser.add_argument("--csv", metavar="FILE", help="one row per run ('-' prints it)")
     parser.add_argument("--json", metavar="FILE", help="judged numbers and all curves ('-' prints it)")
+    parser.add_argument("--picture", type=Path, metavar="PNG", help="also a small picture of the page (needs Chromium)")
     parser.add_argument("--baseline", help="block or group to compare with (standard, else the first)")
     parser.add_argument(
         "--metric", help="the loss to judge, e.g. val/bits_per_byte (test before val, bits before loss)"
@@ -56,7 +57,8 @@ def compare(arguments: argparse.Namespace) -> int:
         from polarlm.errors import UserError
 
         raise UserError(f"--watch {arguments.watch:g}: give a positive number of seconds")
-    if arguments.out is None and (arguments.watch or not (arguments.text or arguments.csv or arguments.json)):
+    only_data = arguments.text or arguments.csv or arguments.json
+    if arguments.out is None and (arguments.watch or arguments.picture or not only_data):
         arguments.out = Path("report.html")
     cache: dict = {}
     if arguments.watch is None:
@@ -77,6 +79,7 @@ def _write_all(arguments: argparse.Namespace, cache: dict, reload_seconds: float
     from polarlm.report.judge import judge
     from polarlm.report.page import write_page
     from polarlm.report.payload import build_payload
+    from polarlm.report.picture import write_picture
     from polarlm.report.runs import find_run_folders, load_runs
     from polarlm.report.tables import csv_report, json_report, text_report
 
@@ -95,6 +98,8 @@ def _write_all(arguments: argparse.Namespace, cache: dict, reload_seconds: float
             write_page(groups, judgement, payload, out)
             count = sum(len(group.runs) for group in groups)
             print(f"{arguments.out}: {count} runs, {out.stat().st_size / 1e6:.1f} MB", file=sys.stderr)
+            if arguments.picture and reload_seconds is None:
+                write_picture(out, arguments.picture)
 
 
 def _emit(target: str, text: str) -> None:

@@ -160,6 +160,17 @@ def test_printing_is_light_and_fits_the_paper(page):
     page.wait_for_selector("html[data-theme=light]")
 
 
+def test_a_small_picture_for_a_readme(tmp_path):
+    from PIL import Image
+
+    write_sweep(tmp_path / "runs", seeds=(1, 2))
+    compare(tmp_path / "runs", "--out", tmp_path / "report.html", "--picture", tmp_path / "docs" / "report.png")
+    image = Image.open(tmp_path / "docs" / "report.png")
+    assert image.size == (1008, 1435)
+    assert len(image.convert("RGB").getcolors(1 << 20)) > 30  # curves, not a blank page
+    assert (tmp_path / "docs" / "report.png").stat().st_size < 400_000
+
+
 def test_names_with_markup_are_shown_as_text(tmp_path, open_page):
     evil = "<img src=x onerror=alert(1)><b>bold</b>"
     write_run(tmp_path / "runs" / "a", "standard", 1, name=evil)

@@ -26,7 +26,7 @@ function render(id) {
   if (made && made.height) plot.style.height = (onPaper ? 0.7 : 1) * made.height + "px";
   const layout = made ? frame(made.layout) : frame({ xaxis: { visible: false }, yaxis: { visible: false } });
   if (onPaper) Object.assign(layout, { width: plot.clientWidth, height: plot.clientHeight });
-  return Plotly.react(plot, made ? made.traces : [], layout, { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] })
+  return Plotly.react(plot, made ? made.traces : [], layout, { displaylogo: false, responsive: true, modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] })
     .then(() => { plot.dataset.drawn = made ? made.traces.length : 0; });
 }
 
@@ -65,7 +65,7 @@ function short(value) {
   for (const [unit, letter] of [[1e18, "E"], [1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]]) {
     if (size >= unit) return Number((value / (letter === "k" ? 1e3 : unit)).toPrecision(3)) + " " + letter;
   }
-  return String(Number(value.toPrecision(3)));
+  return String(Number(value.toPrecision(3))).replace("-", "−");
 }
 
 // "standard 1.2, polar 1.1", or the spread when there are too many to read.
