@@ -67,7 +67,7 @@ def hub_units(config: DataConfig) -> list[HubUnit]:
     hub = config.hub
     assert hub is not None
     # A dataset with nothing but a train split is divided by data.split.
-    own = "val" in hub.splits
+    own = len(hub.splits) > 1
     units = []
     for ours, theirs in hub.splits.items():
         shards = open_dataset(config, theirs).num_shards if _streamed(config) else 1

@@ -14,8 +14,9 @@ import numpy as np
 
 from polarlm.data.batches import Sequences
 from polarlm.data.config import SPLITS, DataConfig
-from polarlm.data.corpus import Corpus, build_corpus, corpus_texts, trained_tokenizer
+from polarlm.data.corpus import Corpus, build_corpus
 from polarlm.data.permutation import Permutation, key
+from polarlm.data.prepare import corpus_texts, trained_tokenizer
 from polarlm.data.tokenizer_config import TokenizerConfig
 from polarlm.errors import UserError
 

@@ -57,8 +57,12 @@ def test_own_splits_win_and_are_demanded_by_rule_own(tmp_path: Path) -> None:
     (tmp_path / "valid.txt").write_text("v")
     assert split(source_of(tmp_path)) == {"train": ["t"], "val": ["v"], "test": []}
     (tmp_path / "valid.txt").unlink()
-    with pytest.raises(UserError, match="rule=own needs files"):
+    with pytest.raises(UserError, match="rule=own found files or splits for None, but train and val are needed"):
         split(source_of(tmp_path), rule="own")
+    (tmp_path / "test.txt").write_text("t")
+    # Dividing anew would train on the test file.
+    with pytest.raises(UserError, match="rule=auto found files or splits for test, train"):
+        split(source_of(tmp_path))
 
 
 def test_a_byte_limit_holds_for_every_own_split(tmp_path: Path) -> None:

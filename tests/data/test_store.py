@@ -63,7 +63,7 @@ def test_a_store_is_opened_again_without_work(
     documents: list[str], corpus_of: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = corpus_of(documents)
-    monkeypatch.setattr("polarlm.data.corpus._prepare", None)
+    monkeypatch.setattr("polarlm.data.corpus.prepare", None)
     assert corpus_of(documents).fingerprint == first.fingerprint
 
 
