@@ -39,9 +39,9 @@ def plan_splits(source: Source, config: SplitConfig) -> SplitPlan:
     claimed = rule == "own" or (rule == "auto" and {"train", "test"} <= found and None not in found)
     if claimed and not source.has_own_splits:
         raise UserError(
-            f"data.split.rule={rule} found files or splits for {', '.join(sorted(map(str, found)))}, but train and val are "
-            "needed. Name files train.* and valid.* (and test.*), or set data.split.rule=hash or position, which divide "
-            "all the text anew."
+            f"data.split.rule={rule} found files or splits for {', '.join(sorted(map(str, found)))}, but train and val "
+            "are needed. Name files train.* and valid.* (and test.*), or set data.split.rule=hash or position, which "
+            "divide all the text anew."
         )
     if rule == "own" or (rule == "auto" and source.has_own_splits):
         return SplitPlan("own")
