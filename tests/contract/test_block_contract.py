@@ -125,7 +125,7 @@ def test_captured_graph_equals_eager(build):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", CLASSES, indirect=True)
+@pytest.mark.parametrize("block", sorted(set(CLASSES) - {"polar_literal"}), indirect=True)  # not a block to train with
 def test_generated_code_equals_eager(build):
     torch._dynamo.reset()
     model, text, targets = build(n_layer=1), tokens(), tokens()
