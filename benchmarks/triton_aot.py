@@ -11,6 +11,7 @@ import re
 import subprocess
 import tempfile
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 from polarlm.attention.kernels.triton_backend import LAUNCH, launch_options
@@ -108,16 +109,16 @@ def _ptxas(ptx: str) -> tuple[int, int]:
     raise RuntimeError(f"no ptxas of Triton accepts this PTX for {target}: {done.stderr}")
 
 
-def table(rows: list[Usage]) -> str:
-    """The usages as a Markdown table."""
-    head = "| kernel | variant | head | dtype | sm | queries × keys | warps | stages | registers | shared | spills |"
-    lines = [head, "|" + "---|" * 11]
-    for r in rows:
-        lines.append(
-            f"| {r.kernel} | {r.variant} | {r.head_dim} | {r.dtype} | {r.sm} | {r.block_q} × {r.block_k} | {r.warps} | "
-            f"{r.stages} | {r.registers} | {r.shared / 1024:.1f} KB | {r.spills} |"
-        )
-    return "\n".join(lines)
+HEAD = "| kernel | variant | head | dtype | sm | queries × keys | warps | stages | registers | shared | spills |"
+
+
+def line(used: Usage) -> str:
+    """One row of the Markdown table below HEAD."""
+    u = used
+    return (
+        f"| {u.kernel} | {u.variant} | {u.head_dim} | {u.dtype} | {u.sm} | {u.block_q} × {u.block_k} | {u.warps} | "
+        f"{u.stages} | {u.registers} | {u.shared / 1024:.1f} KB | {u.spills} |"
+    )
 
 
 def main() -> None:
@@ -131,15 +132,13 @@ def main() -> None:
     parser.add_argument("--blocks", nargs=4, type=int, metavar=("Q", "K", "WARPS", "STAGES"), help="try other sizes")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     options = parser.parse_args()
-    rows = [
-        compile_kernel(name, variant, size, dtype, sm, options.blocks)
-        for size in options.head_dim
-        for dtype in options.dtype
-        for name in options.kernel
-        for variant in options.variant
-        for sm in options.sm
-    ]
-    print(table(rows))
+    print(HEAD, "|" + "---|" * HEAD.count(" | ") + "---|", sep="\n")
+    rows = []
+    for size, dtype, name, variant, sm in product(
+        options.head_dim, options.dtype, options.kernel, options.variant, options.sm
+    ):
+        rows.append(compile_kernel(name, variant, size, dtype, sm, options.blocks))
+        print(line(rows[-1]), flush=True)
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 

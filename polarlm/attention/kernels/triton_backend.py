@@ -21,12 +21,13 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PARAMETERS = ("mu", "eta_k2", "eta_q2", "sigma02", "m_inf2", "process2", "shape")  # rows of the kernels' table
 MAX_SIZE = 128  # largest head (real channels) with block sizes that were checked for spills
 
-# (queries per block, keys per block, warps, stages) by kernel, for head sizes up to 64 and up to 128, bf16 and fp32.
-# benchmarks/triton_aot.py compiles these for sm_80 and sm_90: no spills, and shared memory below 99 KB (any GPU).
+# (queries per block, keys per block, warps, stages) by kernel, for heads of up to 64 and 128 channels of 2 and 4 bytes.
+# Chosen with benchmarks/triton_aot.py: no spills on sm_80 and sm_90, no pair computed twice by different warps (except
+# by the last entry of all), and shared memory for any GPU from Ampere on. Speed on a GPU had no say: docs/triton.md.
 LAUNCH = {
-    "forward": {(64, 2): (64, 32, 4, 2), (128, 2): (64, 32, 4, 2), (64, 4): (64, 32, 8, 2), (128, 4): (64, 32, 8, 1)},
-    "query": {(64, 2): (64, 32, 8, 2), (128, 2): (64, 32, 8, 2), (64, 4): (32, 32, 8, 2), (128, 4): (32, 32, 8, 1)},
-    "key": {(64, 2): (32, 64, 8, 2), (128, 2): (32, 64, 8, 2), (64, 4): (32, 32, 8, 2), (128, 4): (32, 32, 8, 1)},
+    "forward": {(64, 2): (64, 32, 4, 2), (128, 2): (64, 32, 4, 2), (64, 4): (64, 16, 4, 2), (128, 4): (16, 32, 4, 1)},
+    "query": {(64, 2): (32, 64, 8, 2), (128, 2): (32, 64, 8, 2), (64, 4): (16, 32, 4, 2), (128, 4): (16, 32, 4, 1)},
+    "key": {(64, 2): (64, 32, 8, 2), (128, 2): (64, 32, 8, 2), (64, 4): (32, 16, 4, 2), (128, 4): (32, 16, 8, 1)},
 }
 
 

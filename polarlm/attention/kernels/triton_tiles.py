@@ -67,7 +67,10 @@ def scores(
     SIZE: tl.constexpr, KERNEL: tl.constexpr, MAGNITUDE: tl.constexpr, DECAY_KEYS: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """E, E², num, 1/var, 1/(var + η_q²), κ̃/d_h before its cap, R² before clamping, y = x/ν or x/τ, and log2 of w·[allowed]."""
+    """E, E², num, 1/var, 1/(var + η_q²), κ̃/d_h before its cap, R² before clamping, y, and log2 of w or −∞ if not seen.
+
+    y is x/ν or x/τ, so that w = (1+y)^{−(ν+1)} or e^{−y}.
+    """
     decay = tl.exp2(-mu * tl.maximum(lag, 0.0))
     decay2 = tl.maximum(decay * decay, MIN_DECAY2)
     variance = slope * decay2 + floor
