@@ -99,7 +99,7 @@ class _Reader(list):
             self._measure(record)
 
     def _measure(self, record: Record) -> None:
-        rotates = self.mixers[len(self.values)].rotate_values
+        rotates = bool(getattr(self.mixers[len(self.values)], "rotate_values", False))
         layer = read_layer(record, rotates_values=rotates, rope_base=self.rope_base, documents=self.documents)
         self.lags = self.lags or probe_lags(layer.weights.shape[-1])
         self.values.append(_layer_values(layer))
