@@ -1,6 +1,6 @@
 """Everything `make bench` measures: a table on the screen, a JSON file and a picture in benchmarks/results/.
 
-    python -m benchmarks.run [--only blocks attention memory decoding peers] [--rounds 7] [--tokens 4096]
+    python -m benchmarks.run [--only blocks attention memory decoding peers compiled] [--rounds 7] [--tokens 4096]
 
 All ratios come from one run; nothing is compared with a number from another day.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 from datetime import datetime, timezone
 from pathlib import Path
@@ -23,9 +24,10 @@ from benchmarks.timing import table
 from polarlm.training.throughput import measured_peak
 
 RESULTS = Path(__file__).with_name("results")
-PARTS = ("blocks", "attention", "memory", "decoding", "peers")
+PARTS = ("blocks", "attention", "memory", "decoding", "peers", "compiled")
 COLUMNS = {
     "blocks": ["block", "context", "compiled", "ms", "ratio", "tokens/s", "mfu"],
+    "compiled": ["block", "context", "compiled", "ms", "ratio", "tokens/s", "mfu"],
     "attention": ["attention", "context", "ms", "ratio"],
     "memory": ["block", "context", "MB", "ratio"],
     "decoding": ["block", "seconds", "tokens/s", "late/early"],
@@ -35,9 +37,9 @@ COLUMNS = {
 
 def measure(part: str, tokens: int, rounds: int) -> list[dict]:
     """The rows of one part."""
-    if part == "blocks":
-        shapes = [(context, compiled) for context in (256, 1024) for compiled in (False, True)]
-        return [row for context, compiled in shapes for row in whole_steps(context, tokens, rounds, compiled)]
+    if part in ("blocks", "compiled"):
+        compiled = part == "compiled"
+        return [row for context in (256, 1024) for row in whole_steps(context, tokens, rounds, compiled)]
     if part == "attention":
         return [row for context in (256, 1024) for row in attention_alone(context, tokens, rounds)]
     if part == "memory":
@@ -55,7 +57,7 @@ def picture(results: dict[str, list[dict]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    rows = results.get("blocks", [])
+    rows = results.get("blocks", []) + results.get("compiled", [])
     for number, name in enumerate(BLOCKS):
         mine = [row for row in rows if row["block"] == name]
         places = [index + 0.16 * (number - 2) for index in range(len(mine))]
@@ -80,20 +82,22 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     options = parser.parse_args()
     RESULTS.mkdir(exist_ok=True)
-    results: dict[str, list[dict]] = {}
-    for part in options.only:
-        results[part] = measure(part, options.tokens, options.rounds)
-        print(f"\n{part}\n{table(results[part], COLUMNS[part])}", flush=True)
     about = {
         "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "processor": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
+        "load_average": os.getloadavg()[0],  # above the number of cores: others were computing too
         "torch": torch.__version__,
         "matmul_peak_gflops": measured_peak() / 1e9,
         "tokens_per_step": options.tokens,
     }
-    (RESULTS / "benchmarks.json").write_text(json.dumps({"about": about, **results}, indent=1))
-    picture(results, RESULTS / "benchmarks.png")
+    results: dict[str, list[dict]] = {}
+    for part in options.only:
+        results[part] = measure(part, options.tokens, options.rounds)
+        print(f"\n{part}\n{table(results[part], COLUMNS[part])}", flush=True)
+        # After every part, so that a run that is stopped leaves what it has measured.
+        (RESULTS / "benchmarks.json").write_text(json.dumps({"about": about, **results}, indent=1))
+        picture(results, RESULTS / "benchmarks.png")
     print(f"\nwritten to {RESULTS}/benchmarks.json and benchmarks.png")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+ALL = slice(None)
 CHUNK = 64  # queries at a time: more wastes work above the diagonal, fewer starve the matrix products
 CHUNK_SCORES = 2**20  # scores at a time (4 MB): beyond that the chunk leaves the caches
 
@@ -41,3 +42,8 @@ def same_document(documents: Tensor | None, rows: slice, queries: slice, keys: i
     first = documents.shape[1] - total
     ids = documents[rows]
     return ids[:, first + queries.start : first + queries.stop, None] == ids[:, None, :keys]
+
+
+def part(x: Tensor | None, *where: slice) -> Tensor | None:
+    """A contiguous slice: a compiled loop then has one layout to handle, also where the slice is everything."""
+    return None if x is None else x[where].contiguous()

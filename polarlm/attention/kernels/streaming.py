@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .chunks import Plan, same_document
+from .chunks import ALL, Plan, part, same_document
 from .elementwise import backward_chunk, forward_chunk
 from .fusion import fused
 from .lag_tables import directional_tables, lag_sums, radial_tables, reversed_tables, table_slice
@@ -69,8 +69,8 @@ def streaming_forward(
             if kernel != "gaussian":
                 torch.bmm(_flat(q[rows, :, queries], plan.groups), _keys(k, rows, keys).mT, out=flat)
             top, total = weigh(
-                weights, q2[rows, :, queries], k2[rows, :, :keys], None if m2 is None else m2[rows, :keys], shape,
-                same_document(documents, rows, queries, keys, plan.queries),
+                weights, part(q2, rows, ALL, queries), part(k2, rows, ALL, slice(keys)), part(m2, rows, slice(keys)),
+                shape, same_document(documents, rows, queries, keys, plan.queries),
                 table_slice(tables, plan.keys, keys, weights.shape[2]),
             )  # fmt: skip
             if radial is not None:
@@ -137,9 +137,10 @@ def streaming_backward(
             if radial is not None:
                 grads.add_(d_m_bar[rows, :, queries, None] * radial.predict(rows, queries, keys)[:, None])
             q2_sum, shape_sum = gradients(
-                dots, grads, per_lag[..., 1:, :], per_key, q2[rows, :, queries], k2[rows, :, :keys],
-                None if m2 is None else m2[rows, :keys], shape, log_evidence[rows, :, queries],
-                delta[rows, :, queries], same_document(documents, rows, queries, keys, plan.queries),
+                dots, grads, per_lag[..., 1:, :], per_key, part(q2, rows, ALL, queries),
+                part(k2, rows, ALL, slice(keys)), part(m2, rows, slice(keys)), shape,
+                part(log_evidence, rows, ALL, queries), part(delta, rows, ALL, queries),
+                same_document(documents, rows, queries, keys, plan.queries),
                 table_slice(tables, plan.keys, keys, rows_of_chunk),
             )  # fmt: skip
             if radial is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .chunks import Plan, same_document
+from .chunks import Plan, part, same_document
 from .elementwise import log1p
 from .fusion import fused
 from .lag_tables import lag_sums, radial_tables, reversed_tables, table_slice, windows
@@ -107,12 +107,13 @@ def radial_forward(
     scratch = plan.scratch()
     weigh = fused(radial_forward_chunk, plan.pairs, size=plan.size)
     with torch.no_grad():
-        for rows, part, keys in plan:
-            dots = plan.scores_view(scratch, rows, part, keys)[:, 0]
-            own = slice(first + part.start, first + part.stop)
+        for rows, chunk, keys in plan:
+            dots = plan.scores_view(scratch, rows, chunk, keys)[:, 0]
+            own = slice(first + chunk.start, first + chunk.stop)
             torch.bmm(value[rows, own], value[rows, :keys].mT, out=dots)
-            m_bar[rows, part], log_evidence[rows, part] = weigh(
-                dots, m[rows, :keys], m[rows, own], nu, same_document(documents, rows, part, keys, queries),
+            m_bar[rows, chunk], log_evidence[rows, chunk] = weigh(
+                dots, part(m, rows, slice(keys)), part(m, rows, own), nu,
+                same_document(documents, rows, chunk, keys, queries),
                 table_slice(tables, plan.keys, keys, dots.shape[1]),
             )  # fmt: skip
     return m_bar, log_evidence
@@ -137,18 +138,18 @@ def radial_backward(
     dots_scratch, key_scratch, lag_scratch = plan.scratch(), plan.scratch(), plan.scratch(3, extra_rows=1)
     gradients = fused(radial_backward_chunk, plan.pairs, size=plan.size)
     with torch.no_grad():
-        for rows, part, keys in plan:
-            dots, per_key = (plan.scores_view(s, rows, part, keys)[:, 0] for s in (dots_scratch, key_scratch))
-            own = slice(first + part.start, first + part.stop)
+        for rows, chunk, keys in plan:
+            dots, per_key = (plan.scores_view(s, rows, chunk, keys)[:, 0] for s in (dots_scratch, key_scratch))
+            own = slice(first + chunk.start, first + chunk.stop)
             per_lag = lag_scratch[: 3 * dots.shape[0] * (dots.shape[1] + 1) * keys]
             per_lag = per_lag.view(3, dots.shape[0], 1, dots.shape[1] + 1, keys)
             per_lag[..., 0, :] = 0
             torch.bmm(value[rows, own], value[rows, :keys].mT, out=dots)
             m_sum, nu_sum = gradients(
-                dots, per_key, per_lag[..., 1:, :], m[rows, :keys], m[rows, own], nu,
-                same_document(documents, rows, part, keys, queries),
+                dots, per_key, per_lag[..., 1:, :], part(m, rows, slice(keys)), part(m, rows, own), nu,
+                same_document(documents, rows, chunk, keys, queries),
                 table_slice(tables, plan.keys, keys, dots.shape[1]),
-                m_bar[rows, part], log_evidence[rows, part], d_m_bar[rows, part],
+                part(m_bar, rows, chunk), part(log_evidence, rows, chunk), part(d_m_bar, rows, chunk),
             )  # fmt: skip
             d_value[rows, own] += torch.bmm(dots, value[rows, :keys])
             d_value[rows, :keys] += torch.bmm(dots.mT, value[rows, own])
