@@ -77,12 +77,12 @@ def test_capped_precision_has_the_reference_gradient():
 
 
 def test_long_lags_and_switched_off_floors_stay_finite():
-    case = make_case(queries=3, keys=300, **SMALL)
+    case = make_case(queries=3, keys=120, **SMALL)
     with torch.no_grad():
         case.noise.mu.fill_(1.0)  # E² underflows after 50 tokens
         case.noise.m_inf2.zero_()
         case.noise.sigma02.zero_()
-        case.magnitude[0, 290] = 0
+        case.magnitude[0, 110] = 0
     outputs, gradients = run(case, "triton", kernel="student")
     expected, _ = run(case, "reference", kernel="student")
     for x in (*outputs.values(), *gradients.values()):
