@@ -17,7 +17,7 @@ class Plan:
         self.groups, self.keys = k.shape[1:3]
         self.chunk = min(CHUNK, self.queries)
         self.rows = max(1, min(self.batch, CHUNK_SCORES // (self.heads * self.chunk * self.keys)))
-        self.pairs = self.batch * self.heads * self.queries * self.keys
+        self.work = q.numel() * self.keys  # multiply-adds of all dot products
         self.like = q
 
     def __iter__(self):

@@ -10,15 +10,16 @@ from functools import cache
 import torch
 from torch.fx.experimental import _config as symbolic_shapes
 
-# Below this many query-key pairs per call (all heads) compiling costs more than fusion saves: tests, decoding, toys.
-WORTH_COMPILING = 2**22
+# Multiply-adds of q·k per call (pairs × channels, so the one wide radial head counts like the heads it spans) below
+# which compiling costs more than fusion saves: tests, decoding, toys. 2**27 is 2 million pairs of 64 channels.
+WORTH_COMPILING = 2**27
 
 _broken: str | None = None  # why the compiler cannot be used, once that is known
 
 
-def fused(function: Callable, pairs: int, **switches) -> Callable:
-    """`function` with its keyword `switches` bound: compiled where a call of that many `pairs` is worth it."""
-    return _bound(function, pairs >= WORTH_COMPILING and _broken is None, tuple(sorted(switches.items())))
+def fused(function: Callable, work: int, **switches) -> Callable:
+    """`function` with its keyword `switches` bound: compiled where a call of that much `work` is worth it."""
+    return _bound(function, work >= WORTH_COMPILING and _broken is None, tuple(sorted(switches.items())))
 
 
 @cache

@@ -60,7 +60,7 @@ def streaming_forward(
     m_bar = q2.new_empty(0) if radial is None else torch.empty_like(q2)
     scratch = plan.scratch()
     weigh = fused(
-        forward_chunk, plan.pairs, half=plan.size / 2, kernel=kernel, decay_keys=decay_keys, decay_values=decay_values
+        forward_chunk, plan.work, half=plan.size / 2, kernel=kernel, decay_keys=decay_keys, decay_values=decay_values
     )
     with torch.no_grad():
         for number, (rows, queries, keys) in enumerate(plan):
@@ -116,7 +116,7 @@ def streaming_backward(
     dots_scratch, grads_scratch, lag_scratch = plan.scratch(), plan.scratch(), plan.scratch(len(sums), extra_rows=1)
     key_scratch = plan.scratch() if decay_keys else None
     gradients = fused(
-        backward_chunk, plan.pairs, half=plan.size / 2, kernel=kernel, decay_keys=decay_keys, decay_values=decay_values
+        backward_chunk, plan.work, half=plan.size / 2, kernel=kernel, decay_keys=decay_keys, decay_values=decay_values
     )
     with torch.no_grad():
         for number, (rows, queries, keys) in enumerate(plan):

@@ -105,7 +105,7 @@ def radial_forward(
     m_bar, log_evidence = (m.new_empty(plan.batch, queries) for _ in range(2))
     tables = reversed_tables(log_tables, plan.chunk)
     scratch = plan.scratch()
-    weigh = fused(radial_forward_chunk, plan.pairs, size=plan.size)
+    weigh = fused(radial_forward_chunk, plan.work, size=plan.size)
     with torch.no_grad():
         for rows, chunk, keys in plan:
             dots = plan.scores_view(scratch, rows, chunk, keys)[:, 0]
@@ -136,7 +136,7 @@ def radial_backward(
     sums = log_tables.new_zeros(log_tables.shape)
     tables = reversed_tables(log_tables, plan.chunk)
     dots_scratch, key_scratch, lag_scratch = plan.scratch(), plan.scratch(), plan.scratch(3, extra_rows=1)
-    gradients = fused(radial_backward_chunk, plan.pairs, size=plan.size)
+    gradients = fused(radial_backward_chunk, plan.work, size=plan.size)
     with torch.no_grad():
         for rows, chunk, keys in plan:
             dots, per_key = (plan.scores_view(s, rows, chunk, keys)[:, 0] for s in (dots_scratch, key_scratch))
