@@ -126,7 +126,7 @@ class PolarAttention(Mixer):
         refuse_noiseless(values, "eta_tk", "sigma_t0")
         refuse_noiseless(values, "eta_rk", "sigma_r0")
         values["gain"] = torch.tensor(1 / self._stream_rms())
-        used = {name: value for name, value in values.items() if name not in self._without_effect()}
+        used = {name: value for name, value in values.items() if name not in self.without_effect()}
         self.estimator = Estimator(used, frozen, PARAMETERS)
 
     @property
@@ -249,7 +249,7 @@ class PolarAttention(Mixer):
             nu=parameters["nu_r"],
         )
 
-    def _without_effect(self) -> set[str]:
+    def without_effect(self) -> set[str]:
         """Parameters that the chosen switches leave no use for; they are not created."""
         idle = {"student": {"tau"}, "exponential": {"nu_t"}, "gaussian": {"nu_t", "tau", "eta_tq", "radius"}}[
             self.kernel

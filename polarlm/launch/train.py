@@ -120,8 +120,6 @@ def prepare(config: dict[str, Any]) -> Job:
     plan = plan_batches(int(t["batch_tokens"]), config["model"]["context"], processes, int(t["micro_batch_tokens"]))
     steps = total_steps(t["max_steps"], t["max_tokens"], plan.tokens)
     corpus = build_corpus(config["data"], config["tokenizer"], config["cache_dir"])
-    torch.manual_seed(config["seed"])
-    model = build_model(config, corpus.tokenizer.vocab_size)
     data = LMDataModule(
         corpus,
         context=plan.context,
@@ -129,6 +127,8 @@ def prepare(config: dict[str, Any]) -> Job:
         seed=config["seed"],
         **{key: config["data"][key] for key in ("mask_documents", "packing", "eval_tokens")},
     )
+    torch.manual_seed(config["seed"])
+    model = build_model(config, corpus.tokenizer.vocab_size)
     return Job(config, corpus, model, data, plan, steps, accelerator, precision, compiled)
 
 
@@ -362,3 +362,4 @@ def quiet_libraries() -> None:
     ):
         warnings.filterwarnings("ignore", message=text)
     warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.formatwarning = lambda message, *where: f"warning: {message}\n"  # the place in our code helps nobody

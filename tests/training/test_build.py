@@ -1,0 +1,29 @@
+import warnings
+
+import pytest
+
+from polarlm.errors import UserError
+from polarlm.training.build import build_model
+
+
+def config(**block):
+    model = dict(context=16, d_model=16, n_layer=1, n_head=2)
+    target = {"_target_": "polarlm.attention.PolarAttention", "_partial_": True}
+    return {"model": model, "block": {**target, **block}, "choices": {"block": "polar"}}
+
+
+def test_a_setting_without_effect_is_named_in_a_warning():
+    with pytest.warns(UserWarning, match=r"block.tau=3.0 has no effect"):
+        build_model(config(kernel="student", tau=3.0), 32)
+
+
+def test_settings_that_matter_and_defaults_that_do_not_are_silent():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build_model(config(kernel="exponential", tau=3.0), 32)
+        build_model(config(kernel="student", tau=1.0), 32)
+
+
+def test_a_key_that_the_block_does_not_have_is_a_clear_error():
+    with pytest.raises(UserError, match="nuu"):
+        build_model(config(nuu=3.0), 32)
