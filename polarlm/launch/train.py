@@ -21,7 +21,7 @@ from polarlm.errors import UserError
 from polarlm.launch.table import final_table
 from polarlm.model import GPT
 from polarlm.training.batching import BatchPlan, plan_batches, total_steps
-from polarlm.training.build import build_model
+from polarlm.training.build import build_model, warn_about_idle_settings
 from polarlm.training.hardware import choose_accelerator, choose_compile, choose_precision, use_tensor_cores
 from polarlm.training.loggers import command_overrides, sweep_group
 from polarlm.training.run_folder import choose_folder, environment, read_json, write_json, write_text
@@ -129,6 +129,7 @@ def prepare(config: dict[str, Any]) -> Job:
     )
     torch.manual_seed(config["seed"])
     model = build_model(config, corpus.tokenizer.vocab_size)
+    warn_about_idle_settings(model, config["block"])
     return Job(config, corpus, model, data, plan, steps, accelerator, precision, compiled)
 
 

@@ -16,18 +16,16 @@ def build_model(config: dict[str, Any], vocab_size: int) -> GPT:
     from hydra.utils import instantiate
 
     try:
-        model = GPT(GPTConfig(vocab_size=vocab_size, **config["model"]), instantiate(config["block"]))
+        return GPT(GPTConfig(vocab_size=vocab_size, **config["model"]), instantiate(config["block"]))
     except InstantiationException as error:
         raise UserError(f"block={config['choices']['block']} can't be built: {error}") from error
     except TypeError as error:  # a key that the block or the model does not have (added with `+`)
         raise UserError(f"model or block has a key it does not know: {error}") from error
-    warn_about_idle_settings(model, config["block"])
-    return model
 
 
 def warn_about_idle_settings(model: GPT, block: dict[str, Any]) -> None:
     """Say which hyperparameters were set although the chosen switches leave no use for them."""
-    mixer = model.blocks[0].mixer
+    mixer: Any = model.blocks[0].mixer
     if not hasattr(mixer, "without_effect"):
         return
     defaults = inspect.signature(type(mixer)).parameters

@@ -3,7 +3,7 @@ import warnings
 import pytest
 
 from polarlm.errors import UserError
-from polarlm.training.build import build_model
+from polarlm.training.build import build_model, warn_about_idle_settings
 
 
 def config(**block):
@@ -12,16 +12,20 @@ def config(**block):
     return {"model": model, "block": {**target, **block}, "choices": {"block": "polar"}}
 
 
+def build_and_warn(config):
+    warn_about_idle_settings(build_model(config, 32), config["block"])
+
+
 def test_a_setting_without_effect_is_named_in_a_warning():
     with pytest.warns(UserWarning, match=r"block.tau=3.0 has no effect"):
-        build_model(config(kernel="student", tau=3.0), 32)
+        build_and_warn(config(kernel="student", tau=3.0))
 
 
 def test_settings_that_matter_and_defaults_that_do_not_are_silent():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        build_model(config(kernel="exponential", tau=3.0), 32)
-        build_model(config(kernel="student", tau=1.0), 32)
+        build_and_warn(config(kernel="exponential", tau=3.0))
+        build_and_warn(config(kernel="student", tau=1.0))
 
 
 def test_a_key_that_the_block_does_not_have_is_a_clear_error():
