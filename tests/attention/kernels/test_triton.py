@@ -17,24 +17,13 @@ ROOT = Path(__file__).resolve().parents[3]
 needs_triton = pytest.mark.skipif(not triton_backend.INSTALLED, reason="triton is not installed")
 
 
-def _interpret(selection: str) -> None:
-    # Triton decides when it is imported whether it interprets: a process of its own.
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:randomly", "-m", selection]
-    command.append(str(Path(__file__).parent / "triton_interpreted.py"))
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-
-
 @needs_triton
 def test_outputs_and_gradients_in_the_interpreter():
-    _interpret("not slow")
-
-
-@needs_triton
-@pytest.mark.slow
-def test_a_thousand_tokens_in_the_interpreter():
-    _interpret("slow")
+    # Triton decides when it is imported whether it interprets: a process of its own.
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", str(Path(__file__).parent / "triton_interpreted.py")]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 @pytest.mark.skipif(triton_backend.INTERPRETED, reason="the interpreter runs anywhere")
@@ -51,7 +40,7 @@ def test_asking_for_triton_without_a_gpu_says_why():
         (64, "bf16", 80),
         *(
             pytest.param(size, dtype, sm, marks=pytest.mark.slow)
-            for size, dtype, sm in ((64, "bf16", 90), (64, "fp32", 80), (128, "bf16", 80), (128, "fp32", 90))
+            for size, dtype, sm in ((64, "bf16", 90), (64, "fp32", 80), (128, "bf16", 80), (128, "fp32", 80))
         ),
     ],
 )
@@ -59,11 +48,12 @@ def test_asking_for_triton_without_a_gpu_says_why():
 @pytest.mark.skipif(triton_backend.INTERPRETED, reason="the interpreter does not compile")
 def test_shipped_block_sizes_compile_without_spills(monkeypatch, kernel, size, dtype, sm):
     monkeypatch.syspath_prepend(ROOT)
-    from benchmarks.triton_aot import compile_kernel
+    from benchmarks.triton_aot import VARIANTS, compile_kernel
 
-    used = compile_kernel(kernel, "everything", size, dtype, sm)
-    assert used.spills == 0
-    assert used.shared <= 99 * 1024  # what a block may have on any GPU from Ampere on
+    for variant in VARIANTS:
+        used = compile_kernel(kernel, variant, size, dtype, sm)
+        assert used.spills == 0, variant
+        assert used.shared <= 99 * 1024  # what a block may have on any GPU from Ampere on
 
 
 @needs_triton

@@ -35,9 +35,17 @@ def test_every_switch(kernel, magnitude, decay_keys, decay_values):
     assert_same(case, "triton", 2e-4, kernel=kernel, decay_keys=decay_keys, decay_values=decay_values)
 
 
-@pytest.mark.parametrize("length", [1, 63, 257, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("length", [1, 63, 257])
 def test_odd_lengths(length):
     case = make_case(queries=length, size=16, **SMALL | dict(heads=1))
+    assert_same(case, "triton", 2e-4, kernel="student", radial_mode="own")
+
+
+def test_a_thousand_tokens(monkeypatch):
+    # Larger blocks than a GPU would hold: the interpreter's time goes by tiles, not by their size.
+    large = {name: dict.fromkeys(sizes, (128, 128, 4, 1)) for name, sizes in triton_backend.LAUNCH.items()}
+    monkeypatch.setattr(triton_backend, "LAUNCH", large)
+    case = make_case(queries=1000, size=16, **SMALL | dict(heads=1))
     assert_same(case, "triton", 2e-4, kernel="student", radial_mode="own")
 
 
