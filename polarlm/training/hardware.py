@@ -32,7 +32,7 @@ def choose_precision(wanted: str, accelerator: str) -> str:
 
 
 def choose_compile(wanted: bool | str, accelerator: str) -> bool:
-    """Compile on GPUs; on a CPU only when asked (measured in docs/performance.md)."""
+    """Compile on GPUs (an expectation, not measured yet); on a CPU only when asked (docs/performance.md)."""
     if wanted not in (True, False, "auto"):
         raise UserError(f"trainer.compile={wanted!r} is unknown; choose auto, true or false")
     return accelerator == "cuda" if wanted == "auto" else bool(wanted)
