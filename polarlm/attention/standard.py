@@ -95,7 +95,8 @@ def attention_weights(q: Tensor, k: Tensor, documents: Tensor | None) -> tuple[T
     """Weights (B, H, T, S) and log-normaliser (B, H, T) that the fused kernel does not give out; for records only."""
     group = q.shape[1] // k.shape[1]
     with torch.autocast(q.device.type, enabled=False):  # which would round the product to bf16 again
-        scores = q.float() @ k.float().repeat_interleave(group, dim=1).transpose(-1, -2) * q.shape[-1] ** -0.5
+        q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
+        scores = q @ k.repeat_interleave(group, dim=1).transpose(-1, -2) * q.shape[-1] ** -0.5
     scores = scores.masked_fill(~visible(q.shape[2], k.shape[2], documents, q.device), float("-inf"))
     log_evidence = torch.logsumexp(scores, dim=-1)
     return (scores - log_evidence.unsqueeze(-1)).exp(), log_evidence

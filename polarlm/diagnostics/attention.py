@@ -8,6 +8,7 @@ from torch import Tensor
 from polarlm.diagnostics.layer import TINY, Layer, correlation, cosine
 
 CONSENSUS_BOUND = 0.5  # above this the first-order theory (local consensus) does not describe a token
+SAME = 1e-5  # magnitudes this close are equal but for rounding: a repeated token has the same one in the first layer
 
 
 def attention_values(layer: Layer) -> dict[str, Tensor]:
@@ -18,16 +19,17 @@ def attention_values(layer: Layer) -> dict[str, Tensor]:
     index = torch.arange(tokens, device=a.device)
     seen = layer.visible.expand(a.shape[0], -1, -1)  # (B, T, T)
     first = seen.to(a.dtype).argmax(-1)  # first visible token: 0, or the start of the document
-    largest = layer.magnitude[:, None, :].masked_fill(~seen, -torch.inf).argmax(-1)
+    in_view = layer.magnitude[:, None, :].masked_fill(~seen, -torch.inf)  # (B, T, T)
+    largest = in_view >= in_view.amax(-1, keepdim=True) * (1 - SAME)
     lag = (index[:, None] - index).clamp_min(0).to(a.dtype)
     epsilon = _consensus(layer)
 
     values = {
         "entropy": entropy,
         "effective_tokens": entropy.exp(),
-        "mass_first": _mass_on(a, first),
+        "mass_first": a.gather(-1, first[:, None, :, None].expand(-1, a.shape[1], -1, 1)).squeeze(-1),
         "mass_self": a.diagonal(dim1=-2, dim2=-1),
-        "mass_largest": _mass_on(a, largest),
+        "mass_largest": (a * largest.unsqueeze(1)).sum(-1),
         "mean_lag": (a * lag).sum(-1),
         "self_similarity": cosine(layer.estimate, layer.values),
         "consensus_epsilon": epsilon,
@@ -63,14 +65,12 @@ def by_lag(pairs: Tensor, visible: Tensor, lags: list[int]) -> Tensor:
     return torch.stack(found, dim=-1)
 
 
-def _mass_on(a: Tensor, key: Tensor) -> Tensor:
-    # a (B, H, T, T), key (B, T) -> (B, H, T)
-    return a.gather(-1, key[:, None, :, None].expand(-1, a.shape[1], -1, 1)).squeeze(-1)
-
-
 def _consensus(layer: Layer) -> Tensor:
     # ε_i = Σ_j A_ij ‖u_i − û_ij‖ (B, H, T), unit directions per head: ‖u − û‖² = 2 − 2 cos.
     unit = layer.transported()
+    # In fp32 the root would turn a rounded cos = 1 (a token and itself, or its twin) into a distance of 5e-4.
+    unit = unit if unit.device.type == "mps" else unit.double()
     unit = unit / unit.norm(dim=-1, keepdim=True).clamp_min(TINY)
-    distance = (2 - 2 * unit @ unit.transpose(-1, -2)).clamp_min(0).sqrt()
+    cos = unit @ unit.transpose(-1, -2)
+    distance = cos.mul_(-2).add_(2).clamp_min_(0).sqrt_().to(layer.weights.dtype)
     return (layer.weights * distance).sum(-1)

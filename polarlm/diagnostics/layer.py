@@ -117,12 +117,17 @@ def angle(a: Tensor, b: Tensor) -> Tensor:
 
 def correlation(x: Tensor, y: Tensor) -> Tensor:
     """Pearson correlation over the last axis; NaN when one of them does not vary."""
-    x, y = x - x.mean(-1, keepdim=True), y - y.mean(-1, keepdim=True)
+    x, y = centred(x), centred(y)
     return (x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1))
 
 
 def fit(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Slope and R² of the least-squares line y = a + slope·x over the last axis; NaN when x does not vary."""
-    centred = x - x.mean(-1, keepdim=True)
-    slope = (centred * (y - y.mean(-1, keepdim=True))).sum(-1) / centred.square().sum(-1)
-    return slope, correlation(x, y).square()
+    x, y = centred(x), centred(y)
+    return (x * y).sum(-1) / x.square().sum(-1), correlation(x, y).square()
+
+
+def centred(x: Tensor) -> Tensor:
+    """x without its mean over the last axis, in float64 where the device has it: small spreads keep their digits."""
+    x = x if x.device.type == "mps" else x.double()
+    return x - x.mean(-1, keepdim=True)

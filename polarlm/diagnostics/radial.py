@@ -54,7 +54,7 @@ def radial_values(layer: Layer) -> dict[str, Tensor]:
     if "delta_m" in layer.record:
         values["delta_m"] = delta_m.mean()
         values["delta_m_relative"] = (delta_m / m.clamp_min(TINY)).mean()
-        values["delta_m_negative"] = (delta_m < 0).to(m.dtype).mean()
+        values["delta_m_negative"] = (delta_m < -MIN_STEP * m).to(m.dtype).mean()  # a first token's Δm is rounding
     return values
 
 

@@ -1,88 +1,94 @@
-"""What the probe should find, recomputed from the weights alone: float64, one query at a time, no code shared with it.
+"""A second GPT, written to be checked by eye: float64 numpy, one query at a time, no code shared with polarlm.
 
-Only the forward hooks' view of the residual stream and of each mixer's input is taken from the model.
+Only the weights are taken from the model. `forward` returns what every layer saw, for `expected.py` to reduce.
+Arrays: tokens (B, T), vectors per head (B, T, H, Dh), pairs (B, H, T, T) with NaN where a query cannot see a key.
 """
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
-import torch
 
-from polarlm.attention import PolarAttention, RobustFilterAttention, StandardAttention
+from polarlm.attention import ExclusiveAttention, PolarAttention, RobustFilterAttention, StandardAttention
 
-
-def capture(model, tokens):
-    """(input, middle, output) of every block and the input of its mixer, as float64 arrays (B, T, d)."""
-    seen = {}
-
-    def keep(name, position):
-        def hook(module, inputs, output):
-            seen[name] = (inputs[0] if position == "in" else output).detach().double().numpy()
-
-        return hook
-
-    hooks = []
-    for i, block in enumerate(model.blocks):
-        hooks.append(block.register_forward_hook(keep(f"z{i}", "in")))
-        hooks.append(block.register_forward_hook(keep(f"out{i}", "out")))
-        hooks.append(block.mixer.register_forward_hook(keep(f"x{i}", "in")))
-        hooks.append(block.mixer.register_forward_hook(keep(f"mixed{i}", "out")))
-    with torch.no_grad():
-        model.eval()(tokens)
-    for hook in hooks:
-        hook.remove()
-    return [
-        {"z": seen[f"z{i}"], "mid": seen[f"z{i}"] + seen[f"mixed{i}"], "out": seen[f"out{i}"], "x": seen[f"x{i}"]}
-        for i in range(len(model.blocks))
-    ]
+PAIRS = ("A", "log_kappa", "log_kappa_tilde", "w", "distance")
 
 
-def rms(x):
-    return np.sqrt((x**2).mean(-1))
+def forward(model, tokens):
+    """(layers, loss): what each layer saw, and the loss (B, T - 1) of predicting each next token, in nats."""
+    tokens = tokens.numpy()
+    z, layers = weight(model.embedding)[tokens], []
+    for block in model.blocks:
+        seen = attend(block.mixer, normalised(block.mixer_norm, z), model.config.rope_base)
+        mid = z + joined(seen.update + seen.radial_update) @ weight(block.mixer.out).T
+        out = mid + swiglu(block.feed_forward, normalised(block.ffn_norm, mid))
+        seen.z, seen.mid, seen.out = z, mid, out
+        layers.append(seen)
+        z = out
+    logits = normalised(model.norm, z) @ weight(model.head).T
+    picked = np.take_along_axis(logits[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
+    return layers, np.log(np.exp(logits[:, :-1]).sum(-1)) - picked
 
 
-def turn(x, position, base):
-    """RoPE of one vector (Dh,): modes are (k, k + Dh/2)."""
-    half = len(x) // 2
-    w = base ** (-np.arange(half) * 2 / len(x))
-    c = (x[:half] + 1j * x[half:]) * np.exp(1j * w * position)
-    return np.concatenate([c.real, c.imag])
+def attend(mixer, x, base):
+    """One mixer: A, v̄, evidence, the directional update, and the radial one where there is one."""
+    q, k, v, m = queries_keys_values(mixer, x)
+    batch, tokens, heads = q.shape[:3]
+    group = heads // k.shape[2]
+    v = np.repeat(v, group, axis=2)  # grouped heads: every query head has its own copy
+    p = scalars(mixer)
+    seen = SimpleNamespace(v=v, p=p, estimate=np.zeros_like(q), evidence=np.zeros((batch, tokens, heads)))
+    for name in PAIRS:
+        setattr(seen, name, np.full((batch, heads, tokens, tokens), np.nan))
+    for b, i, h in np.ndindex(batch, tokens, heads):
+        past = range(i + 1)
+        query = turned(q[b, i, h], i, base)
+        rows = [logit(mixer, p, h, query, turned(k[b, j, h // group], j, base), m[b, j], i - j) for j in past]
+        found = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+        evidence = np.log(np.exp(found["logit"]).sum())
+        a = np.exp(found["logit"] - evidence)
+        # The others' values as this token sees them: turned into its frame where the block transports values.
+        others = np.stack([turned(v[b, j, h], j - i, base) if mixer.rotate_values else v[b, j, h] for j in past])
+        decay = np.array([math.exp(-p["mu"][h] * (i - j)) if decays(mixer) else 1.0 for j in past])
+        seen.estimate[b, i, h] = (a * decay) @ others
+        seen.evidence[b, i, h] = evidence
+        seen.A[b, h, i, : i + 1] = a
+        seen.distance[b, h, i, : i + 1] = np.linalg.norm(unit(v[b, i, h]) - unit(others), axis=-1)
+        for name in ("log_kappa", "log_kappa_tilde", "w"):
+            if name in found:
+                getattr(seen, name)[b, h, i, : i + 1] = found[name]
+    seen.m = m
+    seen.direction = joined(v) / rms(joined(v))[..., None]
+    seen.alpha = p.get("alpha", 1.0)
+    seen.update = seen.alpha * projected(mixer, v, seen.estimate, seen.evidence)
+    seen.delta_m = radial_step(mixer, p, v, m, base) if "beta" in p else None
+    seen.radial_update = 0.0 if seen.delta_m is None else p["beta"] * seen.delta_m[..., None, None] * v
+    return seen
 
 
-def heads(x, count):
-    return x.reshape(*x.shape[:-1], count, -1)  # (B, T, count, Dh)
-
-
-def qkv(mixer, x):
-    """q (B, T, H, Dh), k, v (B, T, G, Dh) as the block uses them, and m (B, T) or None."""
+def queries_keys_values(mixer, x):
+    """q (B, T, H, Dh), k, v (B, T, G, Dh) as the block uses them, and m (B, T)."""
     s = mixer.shape
-    if isinstance(mixer, PolarAttention):
-        qk = x @ weight(mixer.qk).T
-        q, k = np.split(qk, [s.n_head * s.head_dim], axis=-1)
-        q, k, v = heads(q, s.n_head), heads(k, s.n_kv_head), x @ weight(mixer.v).T
-        q, k = (p / rms(p)[..., None] * math.sqrt(0.5) for p in (q, k))
-        m = rms(v)
-        return q, k, heads(v / m[..., None], s.n_kv_head), m
     sizes = np.cumsum([s.n_head * s.head_dim, s.n_kv_head * s.head_dim])
-    q, k, v = np.split(x @ weight(mixer.qkv).T, sizes, axis=-1)
-    q, k, v = heads(q, s.n_head), heads(k, s.n_kv_head), heads(v, s.n_kv_head)
-    if isinstance(mixer, RobustFilterAttention):
-        q, k = (p / np.sqrt((p**2).mean(-1, keepdims=True) + s.norm_eps) * math.sqrt(0.5) for p in (q, k))
-    return q, k, v, None
-
-
-def weight(linear):
-    return linear.weight.detach().double().numpy()
-
-
-def scalars(mixer):
-    return {name: np.asarray(value.detach().double()) for name, value in mixer.estimator.read().items()}
+    if isinstance(mixer, PolarAttention):
+        q, k = np.split(x @ weight(mixer.qk).T, sizes[:1], axis=-1)
+        v = x @ weight(mixer.v).T
+        m = rms(v)  # splits off the magnitude; the direction has channel RMS 1
+        v = split(v / m[..., None], s.n_kv_head)
+    else:
+        q, k, v = np.split(x @ weight(mixer.qkv).T, sizes, axis=-1)
+        v = split(v, s.n_kv_head)
+        m = rms(joined(np.repeat(v, s.n_head // s.n_kv_head, axis=2)))
+    q, k = split(q, s.n_head), split(k, s.n_kv_head)
+    if not isinstance(mixer, StandardAttention):  # on the sphere ‖q‖² = Dh/2
+        q, k = (part / rms(part)[..., None] * math.sqrt(0.5) for part in (q, k))
+    return q, k, v, m
 
 
 def logit(mixer, p, h, q, k, m_j, lag):
-    """(logit, log κ, log κ̃, w) of one pair of head h; q and k already turned."""
+    """One pair of head h; q and k already turned."""
     if isinstance(mixer, StandardAttention):
-        return q @ k / math.sqrt(len(q)), None, None, None
+        return {"logit": q @ k / math.sqrt(len(q))}
     polar = isinstance(mixer, PolarAttention)
     names = ("nu_t", "eta_tk", "eta_tq", "sigma_t0") if polar else ("nu", "eta_k", "eta_q", "sigma_0")
     nu, eta_k, eta_q, sigma = (p[name][h] for name in names)
@@ -90,44 +96,89 @@ def logit(mixer, p, h, q, k, m_j, lag):
     numerator = m_j**2 * e**2 + p["m_inf"] ** 2 if polar else 1.0
     variance = eta_k**2 * e**2 + sigma**2 + (0.0 if polar else p["sigma_process"][h] ** 2 * (1 - e**2))
     kappa, kappa_q = numerator / variance, numerator / (variance + eta_q**2)
-    moved = k if polar else e * k
-    x = kappa_q * ((q - moved) ** 2).sum() / (len(q) / 2)
+    x = kappa_q * ((q - (k if polar else e * k)) ** 2).sum() / (len(q) / 2)
     w = (1 + x / nu) ** -(nu + 1)
-    return math.log(kappa * w), math.log(kappa), math.log(kappa_q), w
+    return {"logit": math.log(kappa * w), "log_kappa": math.log(kappa), "log_kappa_tilde": math.log(kappa_q), "w": w}
 
 
-def layer(model, number, seen):
-    """Every quantity of one layer by brute force: dict of arrays, per token (B, T), per head (B, T, H) or pairs."""
-    mixer, c = model.blocks[number].mixer, model.config
-    q, k, v, m = qkv(mixer, seen["x"])
-    batch, tokens, count = q.shape[:3]
-    group = count // k.shape[2]
-    p = {} if isinstance(mixer, StandardAttention) else scalars(mixer)
-    names = ("A", "log_kappa", "log_kappa_tilde", "w", "distance")
-    pairs = {name: np.full((batch, count, tokens, tokens), np.nan) for name in names}
-    estimate, evidence = np.zeros_like(q), np.zeros((batch, tokens, count))
-    for b in range(batch):
-        for h in range(count):
-            for i in range(tokens):
-                rows = [
-                    logit(mixer, p, h, turn(q[b, i, h], i, c.rope_base), turn(k[b, j, h // group], j, c.rope_base),
-                          None if m is None else m[b, j], i - j)
-                    for j in range(i + 1)
-                ]  # fmt: skip
-                logits = np.array([row[0] for row in rows])
-                evidence[b, i, h] = np.log(np.exp(logits).sum())
-                a = np.exp(logits - evidence[b, i, h])
-                pairs["A"][b, h, i, : i + 1] = a
-                for n, name in enumerate(("log_kappa", "log_kappa_tilde", "w"), start=1):
-                    if rows[0][n] is not None:
-                        pairs[name][b, h, i, : i + 1] = [row[n] for row in rows]
-                for j in range(i + 1):
-                    seen_value = v[b, j, h // group]
-                    if mixer.rotate_values:
-                        seen_value = turn(seen_value, j - i, c.rope_base)
-                    decay = math.exp(-p["mu"][h] * (i - j)) if isinstance(mixer, RobustFilterAttention) else 1.0
-                    estimate[b, i, h] += a[j] * decay * seen_value
-                    mine = v[b, i, h // group]
-                    cos = mine @ seen_value / np.linalg.norm(mine) / np.linalg.norm(seen_value)
-                    pairs["distance"][b, h, i, j] = math.sqrt(max(0.0, 2 - 2 * cos))
-    return {"v": np.repeat(v, group, axis=2), "m": m, "estimate": estimate, "evidence": evidence, "p": p, **pairs}
+def projected(mixer, v, estimate, evidence):
+    """What leaves the heads (B, T, H, Dh): reading.md §2 step 5."""
+    if isinstance(mixer, ExclusiveAttention):
+        return estimate - ((v * estimate).sum(-1) / (v**2).sum(-1))[..., None] * v
+    if not isinstance(mixer, PolarAttention):
+        return estimate
+    if mixer.projection == "global":
+        return estimate - ((v * estimate).sum((-1, -2)) / (v**2).sum((-1, -2)))[..., None, None] * v
+    assert mixer.projection == "evidence"
+    delta = estimate - v
+    along = (v * delta).sum((-1, -2))[..., None]
+    share = along * np.exp(-evidence) / ((v**2).sum(-1) * np.exp(-evidence)).sum(-1, keepdims=True)
+    return delta - share[..., None] * v
+
+
+def radial_step(mixer, p, v, m, base):
+    """Δm (B, T): Appendix C's radial estimate with weights of its own."""
+    out = np.zeros_like(m)
+    for b, i in np.ndindex(m.shape):
+        turns = [np.stack([turned(x, j - i, base) for x in v[b, j]]) for j in range(i + 1)]
+        moved = np.array([(v[b, i] * turns[j]).mean() * m[b, j] for j in range(i + 1)])
+        d2 = (moved - m[b, i]) ** 2 / (p["eta_rk"] ** 2 + p["eta_rq"] ** 2 + p["sigma_r0"] ** 2)
+        w = (1 + d2 / p["nu_r"]) ** -(p["nu_r"] + 1)
+        out[b, i] = (w * moved).sum() / w.sum() - m[b, i]
+    return out
+
+
+def scalars(mixer):
+    """The filter's numbers: softplus of what is learned."""
+    if isinstance(mixer, StandardAttention):
+        return {}
+    found = {}
+    for name, parameter in mixer.estimator.items():
+        value = np.where(parameter.live.numpy(), np.log1p(np.exp(double(parameter.raw))), 0.0)
+        found[name] = value.reshape(tuple(parameter.shape))
+    return found
+
+
+def decays(mixer):
+    return isinstance(mixer, RobustFilterAttention)
+
+
+def turned(x, position, base):
+    """RoPE of one vector (Dh,): modes are (k, k + Dh/2)."""
+    half = len(x) // 2
+    w = base ** (-np.arange(half) * 2 / len(x))
+    c = (x[:half] + 1j * x[half:]) * np.exp(1j * w * position)
+    return np.concatenate([c.real, c.imag])
+
+
+def swiglu(feed_forward, x):
+    gate, up = np.split(x @ weight(feed_forward.gate_up).T, 2, axis=-1)
+    return (gate / (1 + np.exp(-gate)) * up) @ weight(feed_forward.down).T
+
+
+def normalised(norm, x):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + norm.eps) * double(norm.weight)
+
+
+def double(tensor):
+    return tensor.detach().double().numpy()
+
+
+def weight(module):
+    return double(module.weight)
+
+
+def rms(x):
+    return np.sqrt((x**2).mean(-1))
+
+
+def unit(x):
+    return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def split(x, heads):
+    return x.reshape(*x.shape[:-1], heads, -1)  # (B, T, heads, Dh)
+
+
+def joined(x):
+    return x.reshape(*x.shape[:-2], -1)  # (B, T, D)
