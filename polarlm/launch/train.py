@@ -23,7 +23,7 @@ from polarlm.model import GPT
 from polarlm.training.batching import BatchPlan, plan_batches, total_steps
 from polarlm.training.build import build_model, warn_about_idle_settings
 from polarlm.training.hardware import choose_accelerator, choose_compile, choose_precision, use_tensor_cores
-from polarlm.training.loggers import command_overrides, sweep_group
+from polarlm.training.loggers import build_loggers, command_overrides, finish_loggers, sweep_group
 from polarlm.training.run_folder import choose_folder, environment, read_json, write_json, write_text
 
 FOLDER_VARIABLE = "POLARLM_RUN_DIR"  # how rank 0 tells the processes it starts where the run lives
@@ -150,18 +150,22 @@ def train_config(config: dict[str, Any]) -> float:
         print(headline(job, folder, again=again), file=sys.stderr, flush=True)
         if job.plan.processes > 1:
             os.environ[FOLDER_VARIABLE] = str(folder)
+    loggers: list[Any] = []
+    status = "finished"
     try:
-        fit(job, folder)
+        loggers = build_loggers(config, folder)
+        fit(job, folder, loggers)
         return finish(job, folder) if first else float("nan")
     except BaseException as error:
+        status = "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
         if first:
             summary = read_json(folder / "summary.json") or {}
-            status = "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
             write_json(
                 folder / "summary.json", {**summary, "status": status, "error": f"{type(error).__name__}: {error}"}
             )
         raise
     finally:
+        finish_loggers(loggers, status)  # after summary.json, which they copy
         os.environ.pop(FOLDER_VARIABLE, None) if first else None
 
 
@@ -201,13 +205,12 @@ def headline(job: Job, folder: Path, *, again: bool) -> str:
     )
 
 
-def fit(job: Job, folder: Path, extra: Sequence[Any] = ()) -> None:
-    """Lightning's loop with our callbacks, and `extra` ones after them."""
+def fit(job: Job, folder: Path, loggers: Sequence[Any] = (), extra: Sequence[Any] = ()) -> None:
+    """Lightning's loop with our callbacks, and `extra` ones after them; `loggers` copy what metrics.jsonl gets."""
     import lightning.pytorch as pl
 
     from polarlm.training.callbacks import JsonLines, Recorder, StepSeed, Validation
     from polarlm.training.checkpoints import LastCheckpoint, SafeCheckpointIO
-    from polarlm.training.loggers import build_loggers, finish_loggers
     from polarlm.training.module import LanguageModel
     from polarlm.training.probing import Probing
     from polarlm.training.progress import Progress
@@ -234,8 +237,6 @@ def fit(job: Job, folder: Path, extra: Sequence[Any] = ()) -> None:
     validation = Validation(recorder, every=int(t["val_every"]), on_progress=progress.on_validation_progress)
     stop = GracefulStop(agree_every=int(t["log_every"]))
     probing = Probing(recorder, job.data, config["diagnostics"], folder)
-    loggers = [JsonLines(folder / "metrics.jsonl"), *build_loggers(config, folder)]
-    status = "failed"
     try:
         trainer = pl.Trainer(
             accelerator=job.accelerator,
@@ -250,7 +251,7 @@ def fit(job: Job, folder: Path, extra: Sequence[Any] = ()) -> None:
             deterministic=bool(t["deterministic"]),
             use_distributed_sampler=False,  # batches are already a function of (seed, step, rank)
             limit_val_batches=0,  # validation is a callback: see training/callbacks.py
-            logger=loggers,
+            logger=[JsonLines(folder / "metrics.jsonl"), *loggers],
             callbacks=[
                 StepTimes(recorder),
                 StepSeed(config["seed"]),
@@ -269,13 +270,10 @@ def fit(job: Job, folder: Path, extra: Sequence[Any] = ()) -> None:
         )
         trainer.fit(module, datamodule=job.data, ckpt_path=str(checkpoint.path) if checkpoint.path.exists() else None)
         if stop.exit_code is not None:
-            status = "interrupted"
             print(f"Stopped at step {trainer.global_step}; the same command continues {folder}", file=sys.stderr)
             sys.exit(stop.exit_code)
-        status = "finished"
     finally:
         progress.close()
-        finish_loggers(loggers, status)
 
 
 def build_strategy(name: str, processes: int) -> Any:

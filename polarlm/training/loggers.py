@@ -15,7 +15,7 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from polarlm.errors import UserError
-from polarlm.training.run_folder import read_json
+from polarlm.training.run_folder import flatten, read_json
 
 KINDS = ("wandb", "trackio", "none")
 # Overrides that say where a run goes, not what it is.
@@ -43,17 +43,27 @@ def build_loggers(config: dict[str, Any], folder: Path) -> list[Logger]:
 
 
 def finish_loggers(loggers: list[Logger], status: str) -> None:
-    """Close every sink, also after a failure; a sink's own trouble is told in one line and never hides the run's."""
+    """Close every sink with what summary.json says, also after a failure; a sink's own trouble is told in one line."""
     for logger in loggers:
         if not hasattr(logger, "finish"):
             continue
         folder = Path(logger.save_dir or ".")
         try:
-            logger.finish(status, read_json(folder / "summary.json") or {})
+            logger.finish(status, final_numbers(read_json(folder / "summary.json") or {}))
             if getattr(logger, "offline", False):
                 tell_once(f"wandb: logged offline; to upload: wandb sync {folder.parent}/*/wandb/offline-run-*")
         except Exception as error:
             print(f"{type(logger).__name__}: could not be closed ({error})", file=sys.stderr)
+
+
+def final_numbers(summary: dict[str, Any]) -> dict[str, float | str]:
+    """summary.json under flat slash names; what was judged at the end is `final/…`, since `val/…` are the curves."""
+    found = {}
+    for name, value in flatten(summary):
+        name = name.replace(".", "/")
+        if isinstance(value, (int, float, str)):
+            found[f"final/{name}" if name.startswith(("val/", "test/")) else name] = value
+    return found
 
 
 def command_overrides() -> tuple[list[str], set[str]]:

@@ -57,7 +57,7 @@ class TrackioSink(Logger):
         kept = {name: value for name, value in metrics.items() if value is not None and name != "step"}
         self._run.log(kept, step=step)
 
-    def finish(self, status: str, summary: dict[str, Any]) -> None:
-        """Close the run."""
-        self._run.log({"status": status})
+    def finish(self, status: str, summary: dict[str, float | str]) -> None:
+        """Close the run; its last row is the summary."""
+        self._run.log({**summary, "status": status})
         self._run.finish()

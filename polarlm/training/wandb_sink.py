@@ -66,12 +66,9 @@ class WandbSink(WandbLogger):
             charts[f"{name}/by_lag"] = wandb.Plotly(go.Figure(lag_profile(name, profile)))
         self.experiment.log(charts)
 
-    def finish(self, status: str, summary: dict[str, Any]) -> None:
+    def finish(self, status: str, summary: dict[str, float | str]) -> None:
         """Close the run: its summary, and an exit code that shows failures in the run list."""
-        for name, value in summary.items():
-            if isinstance(value, (int, float, str)) and name not in LOSSES:  # those keep their minimum
-                self.experiment.summary[name] = value
-        self.experiment.summary["status"] = status
+        self.experiment.summary.update({**summary, "status": status})
         self.experiment.finish(exit_code=0 if status == "finished" else 1)
 
 
