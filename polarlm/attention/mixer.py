@@ -30,6 +30,7 @@ class MixerShape:
     dropout: float = 0.0
     norm_eps: float = 1e-6
     rope_base: float = 10000.0
+    stream_std: float = INIT_STD  # RMS of a fresh residual stream where it enters the first layer
 
 
 class KeyValueCache:

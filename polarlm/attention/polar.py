@@ -8,6 +8,7 @@ complex modes. Products are real: <a, b> = Re a^H b.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import cast
 
@@ -25,7 +26,13 @@ from polarlm.attention.estimator import (
     refuse_noiseless,
     scalar,
 )
-from polarlm.attention.kernels import KERNELS, DirectionalNoise, RadialNoise, robust_attention
+from polarlm.attention.kernels import (
+    KERNELS,
+    DirectionalNoise,
+    RadialNoise,
+    check_residual_form,
+    robust_attention,
+)
 from polarlm.attention.mixer import (
     INIT_STD,
     KeyValueCache,
@@ -65,6 +72,7 @@ class PolarAttention(Mixer):
         lift: int = 1,
         magnitude: str | bool = "on",
         norm_values: bool = True,
+        residual_form: str = "full",
         nu_t: Value = 4.0,
         tau: Value = 1.0,
         eta_tq: Value | None = None,
@@ -96,6 +104,7 @@ class PolarAttention(Mixer):
             raise UserError(
                 f"block.lift is {lift}; allowed: 1 (parameter parity with standard), 2 (the paper's d -> 2d)."
             )
+        self.residual_form = check_residual_form(residual_form, kernel)
         self.lift, self.rotate_values, self.norm_values, self.backend = lift, rotate_values, norm_values, backend
         if self.radial != "off" and not (self.magnitude and norm_values):
             raise UserError(
@@ -167,6 +176,7 @@ class PolarAttention(Mixer):
             backend=self.backend if record is None else "reference",
             dropout=self.shape.dropout if self.training else 0.0,
             return_weights=record is not None,
+            residual_form=self.residual_form,
         )
         v_bar = rotate(output.v_bar, *rotary, inverse=True) if self.rotate_values else output.v_bar
 
@@ -261,9 +271,9 @@ class PolarAttention(Mixer):
 
     def _stream_rms(self) -> float:
         """RMS of a fresh model's residual stream where this layer reads it: embedding plus what came before."""
-        # An attention adds W_o of values with channel RMS about 0.6, a feed-forward about as much as the embedding.
+        # An attention adds W_o of values with channel RMS about 0.6, a feed-forward about INIT_STD.
         attention = 0.6 * (self.shape.d_model / (2 * self.shape.n_layer)) ** 0.5
-        return INIT_STD * (1 + self.shape.layer * (attention**2 + 1)) ** 0.5
+        return math.hypot(self.shape.stream_std, INIT_STD * (self.shape.layer * (attention**2 + 1)) ** 0.5)
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> KeyValueCache:
         """Rotated keys, values and their magnitudes."""

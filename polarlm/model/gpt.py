@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -93,15 +94,16 @@ class GPT(nn.Module):
         super().__init__()
         self.config = c = config
         self.embedding = nn.Embedding(c.vocab_size, c.d_model)
-        nn.init.normal_(self.embedding.weight, std=INIT_STD)
+        std = embedding_std(c.vocab_size, c.d_model, c.tie_embeddings)
+        nn.init.normal_(self.embedding.weight, std=std)
         self.dropout = nn.Dropout(c.dropout)
-        self.blocks = nn.ModuleList(self._block(layer, mixer) for layer in range(c.n_layer))
+        self.blocks = nn.ModuleList(self._block(layer, mixer, std) for layer in range(c.n_layer))
         self.norm = RMSNorm(c.d_model, c.norm_eps)
-        self.head = linear(c.d_model, c.vocab_size)
+        self.head = linear(c.d_model, c.vocab_size, std)
         if c.tie_embeddings:
             self.head.weight = self.embedding.weight
 
-    def _block(self, layer: int, mixer: Callable[[MixerShape], Mixer]) -> Block:
+    def _block(self, layer: int, mixer: Callable[[MixerShape], Mixer], stream_std: float) -> Block:
         c = self.config
         shape = MixerShape(
             d_model=c.d_model,
@@ -114,6 +116,7 @@ class GPT(nn.Module):
             dropout=c.dropout,
             norm_eps=c.norm_eps,
             rope_base=c.rope_base,
+            stream_std=stream_std,
         )
         feed_forward = build_feed_forward(c.ffn, c.d_model, c.ffn_mult, c.n_layer)
         return Block(mixer(shape), feed_forward, c.d_model, c.dropout, c.norm_eps)
@@ -191,6 +194,20 @@ class GPT(nn.Module):
     def parameter_count(self) -> int:
         """Trainable and frozen parameters; tied embeddings are counted once."""
         return sum(p.numel() for p in self.parameters())
+
+
+def embedding_std(vocab_size: int, d_model: int, tied: bool) -> float:
+    """Deviation of embedding and output rows: 0.02, or less where a fresh loss would exceed ln V by 2 %."""
+    nats = 0.01 * math.log(max(vocab_size, 2))  # what each of two effects may cost
+    # A logit of variance d std^2 costs half of it.
+    std = min(INIT_STD, (2 * nats / d_model) ** 0.5)
+    if tied:
+        # A tied state still holds its own token: that logit is a = d std cos and costs log(1 + (e^a - 1)/V). The blocks
+        # add about d INIT_STD^2/4 to every channel, so cos = std / hypot(std, added); the largest a, solved for std.
+        half = math.log1p(vocab_size * math.expm1(nats)) / 2
+        added = d_model * INIT_STD**2 / 4
+        std = min(std, (2 * half * (half + math.hypot(half, d_model * added))) ** 0.5 / d_model)
+    return std
 
 
 def document_positions(documents: Tensor) -> Tensor:

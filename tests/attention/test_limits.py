@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from polarlm.attention import (
     ExclusiveAttention,
@@ -49,11 +50,12 @@ def copy_weights(standard: StandardAttention, polar: PolarAttention) -> None:
 
 def assert_same_function(standard: StandardAttention, polar: PolarAttention) -> None:
     x = torch.randn(2, LENGTH, WIDTH)
+    prepare = nn.Identity() if polar.pre_norm else nn.RMSNorm(WIDTH, eps=0.0)  # `pre` normalises the stream itself
     weight = torch.randn(2, LENGTH, WIDTH)
     results = []
     for mixer in (standard, polar):
         x_ = x.clone().requires_grad_()
-        out = mixer(x_, rotary=rotary(mixer))
+        out = mixer(prepare(x_), rotary=rotary(mixer))
         (out * weight).sum().backward()
         qkv = mixer.qkv.weight.grad if mixer is standard else torch.cat((mixer.qk.weight.grad, mixer.v.weight.grad))
         results.append((out, x_.grad, qkv, mixer.out.weight.grad))
@@ -78,6 +80,30 @@ def test_the_same_with_per_head_projection_is_xsa(rotate_values, groups):
     polar = constant_precision(rotate_values=rotate_values, projection="per_head", groups=groups)
     copy_weights(exclusive, polar)
     assert_same_function(exclusive, polar)
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_polar_with_dot_form_and_raw_queries_is_standard_attention(backend, groups):  # K11, M1 without QK-norm
+    standard = StandardAttention(shape(groups=groups))
+    polar = raw_dot(groups=groups, backend=backend)
+    copy_weights(standard, polar)
+    assert_same_function(standard, polar)
+
+
+def raw_dot(tau: float = 0.7, **switches) -> PolarAttention:
+    """Constant precision, raw q and k, residual -2 q.k, and K2's temperature tau = 2 kappa_tilde sqrt(Dh)/d_h."""
+    share = (4 / (tau * SIZE**0.5) / 3) ** 0.5  # three equal noises make up 1/kappa_tilde
+    switches = {"norm_position": "pre", "residual_form": "dot", "tau": tau} | switches
+    return constant_precision(eta_tk=share, eta_tq=share, sigma_t0=share, **switches)
+
+
+@pytest.mark.parametrize("change", [{"residual_form": "full"}, {"norm_position": "both"}, {"radius": 2.0}])
+def test_without_dot_form_or_raw_queries_it_is_not(change):
+    standard, polar = StandardAttention(shape()), raw_dot(**change)
+    copy_weights(standard, polar)
+    with pytest.raises(AssertionError):
+        assert_same_function(standard, polar)
 
 
 def test_a_wrong_temperature_is_not_standard_attention():

@@ -154,6 +154,8 @@ def test_literal_magnitude_and_projection_are_as_printed():  # E2, E4, E6
         ({"beta": [1.0, 2.0]}, ["block.beta", "one number"]),
         ({"frozen": ["nuu"]}, ["block.frozen", "nuu", "nu_t"]),
         ({"radial": "own", "magnitude": "off"}, ["block.radial", "block.magnitude"]),
+        ({"residual_form": "dot"}, ["block.residual_form=dot", "block.kernel=student", "block.kernel=exponential"]),
+        ({"residual_form": "angle"}, ["block.residual_form", "angle", "full"]),
     ],
 )
 def test_bad_switches_say_what_is_allowed(switches, words):
@@ -181,6 +183,7 @@ def test_extreme_parameters_stay_finite(extreme):  # M3
         {"lift": 2},
         {"kernel": "gaussian"},
         {"kernel": "exponential", "projection": "global"},
+        {"kernel": "exponential", "residual_form": "dot", "norm_position": "pre"},
         {"radial": "shared", "rotate_values": False},
         {"radial": "off", "norm_values": False, "projection": "none"},
         {"radial": "off", "magnitude": "off"},

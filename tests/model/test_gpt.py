@@ -10,7 +10,7 @@ import yaml
 from polarlm.attention import PolarAttention, StandardAttention
 from polarlm.errors import UserError
 from polarlm.model import GPT, GPTConfig
-from polarlm.model.gpt import document_positions
+from polarlm.model.gpt import document_positions, embedding_std
 
 SIZE = dict(vocab_size=61, context=16, d_model=32, n_layer=2, n_head=4)
 MODELS = Path(__file__).parents[2] / "configs" / "model"
@@ -71,6 +71,15 @@ def test_what_adds_to_the_stream_starts_smaller_with_depth():
         for weight in (layer.mixer.out.weight, layer.feed_forward.down.weight):
             assert weight.std().item() == pytest.approx(0.02 / math.sqrt(16), rel=0.05)
         assert layer.mixer.qkv.weight.std().item() == pytest.approx(0.02, rel=0.05)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings_keep_gpt2s_deviation_where_the_fresh_loss_allows_it(tied):
+    for vocabulary, width in [(256, 128), (1024, 192), (8192, 256)]:
+        assert embedding_std(vocabulary, width, tied) == 0.02
+    stds = [embedding_std(65, width, tied) for width in (64, 128, 256, 512, 1024)]
+    assert stds == sorted(stds, reverse=True) and stds[-1] < 0.012
+    assert embedding_std(65, 128, tied=True) < embedding_std(65, 128, tied=False)
 
 
 def test_positions_restart_with_every_document():

@@ -10,13 +10,21 @@ from torch import Tensor
 
 from polarlm.errors import UserError
 
-from .noise import AttentionOutput, DirectionalNoise, RadialNoise
+from .noise import AttentionOutput, DirectionalNoise, RadialNoise, check_residual_form
 from .reduction import reduced_attention, reducible
 from .reference import reference_attention
 from .streaming import streaming_attention
 from .triton_backend import triton_attention, triton_obstacle
 
-__all__ = ["BACKENDS", "KERNELS", "AttentionOutput", "DirectionalNoise", "RadialNoise", "robust_attention"]
+__all__ = [
+    "BACKENDS",
+    "KERNELS",
+    "AttentionOutput",
+    "DirectionalNoise",
+    "RadialNoise",
+    "check_residual_form",
+    "robust_attention",
+]
 
 BACKENDS = ("auto", "reference", "streaming", "triton")
 KERNELS = ("student", "exponential", "gaussian")
@@ -39,13 +47,16 @@ def robust_attention(
     backend: str = "auto",
     dropout: float = 0.0,
     return_weights: bool = False,
+    residual_form: str = "full",
 ) -> AttentionOutput:
     """Causal robust attention of q (B,H,T,Dh) over k, v (B,G,S,Dh) and magnitude (B,S); queries are the last T of S.
 
     Scores are formed in fp32 (fp64 for fp64 inputs) also under autocast. `documents` (B,S) holds document ids that
-    attention must not cross. `dropout` acts on the weights and leaves the log-evidence alone.
+    attention must not cross. `dropout` acts on the weights and leaves the log-evidence alone. `residual_form` dot keeps
+    −2 q·k of the residual ‖q−k‖²: ordinary attention's logits, for the exponential kernel.
     """
     _check(q, k, v, magnitude, noise, kernel, radial, radial_mode, documents, backend)
+    check_residual_form(residual_form, kernel)
     options = dict(
         kernel=kernel,
         decay_keys=decay_keys,
@@ -54,18 +65,19 @@ def robust_attention(
         radial_mode=radial_mode,
         documents=documents,
     )
-    streamable = obstacle_to_streaming(return_weights, radial_mode, decay_values)
-    fusable = streamable if return_weights else triton_obstacle(q, dropout, radial_mode)
+    streamable = obstacle_to_streaming(return_weights, radial_mode, decay_values, residual_form)
+    fusable = streamable if return_weights or residual_form == "dot" else triton_obstacle(q, dropout, radial_mode)
     with torch.autocast(q.device.type, enabled=False):
         if backend == "auto":
-            if streamable is None and radial_mode != "shared" and reducible(q, k, noise, kernel, documents, dropout):
-                return reduced_attention(q, k, v, magnitude, noise, radial if radial_mode == "own" else None)
+            asked = return_weights or radial_mode == "shared"  # for weights, which torch's kernel keeps to itself
+            if not asked and reducible(q, k, noise, kernel, documents, dropout):
+                own = radial if radial_mode == "own" else None
+                return reduced_attention(q, k, v, magnitude, noise, own, residual_form)
             fast = "triton" if fusable is None and q.is_cuda else "streaming"
             backend = "reference" if streamable else fast
         if backend == "reference":
-            return reference_attention(
-                q, k, v, magnitude, noise, dropout=dropout, return_weights=return_weights, **options
-            )
+            options |= dict(dropout=dropout, return_weights=return_weights, residual_form=residual_form)
+            return reference_attention(q, k, v, magnitude, noise, **options)
         obstacle = fusable if backend == "triton" else streamable
         if obstacle:
             raise UserError(f"block.backend={backend} cannot do this: {obstacle}. Use block.backend=auto.")
@@ -74,12 +86,16 @@ def robust_attention(
         return streaming_attention(q, k, v, magnitude, noise, dropout=dropout, **options)
 
 
-def obstacle_to_streaming(return_weights: bool, radial_mode: str, decay_values: bool) -> str | None:
+def obstacle_to_streaming(
+    return_weights: bool, radial_mode: str, decay_values: bool, residual_form: str = "full"
+) -> str | None:
     """Why the streaming backend cannot take a call, or None."""
     if return_weights:
         return "it never holds the weights that were asked for"
     if radial_mode == "shared" and decay_values:
         return "it does not combine block.radial=shared with decaying values"
+    if residual_form == "dot":
+        return "it only knows block.residual_form=full"
     return None
 
 

@@ -6,10 +6,25 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from polarlm.errors import UserError
+
 # κ̃ is capped so that a token of massive magnitude cannot turn the soft-max into an arg-max (reading.md §4.11).
 MAX_QUERY_PRECISION = 1e4
 # Magnitudes below this would put log m, and its gradient, out of range.
 MIN_MAGNITUDE = 1e-6
+RESIDUAL_FORMS = ("full", "dot")
+
+
+def check_residual_form(form: str, kernel: str) -> str:
+    """The residual's form, checked: `full` is ‖q−k‖², `dot` its cross term −2 q·k alone, as in ordinary attention."""
+    if form not in RESIDUAL_FORMS:
+        raise UserError(f"block.residual_form is {form!r}; allowed: {', '.join(RESIDUAL_FORMS)}.")
+    if form == "dot" and kernel != "exponential":
+        raise UserError(
+            f"block.residual_form=dot is no distance, and block.kernel={kernel} needs one. "
+            "Set block.kernel=exponential, or block.residual_form=full."
+        )
+    return form
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 With the exponential kernel and no decay κ_j and κ̃_j depend on the key alone, so with c_j = κ̃_j/(d_h τ)
     L_ij = log κ_j − c_j (‖q_i‖² + ‖k_j‖² − 2 q_i·k_j) = [q_i, ‖q_i‖², 1] · [2c_j k_j, −c_j, log κ_j − c_j‖k_j‖²]
-is a dot product with two extra channels. A value channel of ones carries the gradient of the log-evidence: the
-backward kernel forms ∂L = A(∂A − δ) with δ = Σ ∂O·O, and putting ∂ℓ and 0 into that channel of ∂O and O adds A·∂ℓ.
+is a dot product with two extra channels; residual_form=dot drops the two norms. A value channel of ones carries the
+gradient of the log-evidence: the backward kernel forms ∂L = A(∂A − δ) with δ = Σ ∂O·O, and putting ∂ℓ and 0 into
+that channel of ∂O and O adds A·∂ℓ.
 """
 
 from __future__ import annotations
@@ -49,7 +50,13 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def reduced_attention(
-    q: Tensor, k: Tensor, v: Tensor, magnitude: Tensor | None, noise: DirectionalNoise, radial: RadialNoise | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    magnitude: Tensor | None,
+    noise: DirectionalNoise,
+    radial: RadialNoise | None,
+    residual_form: str = "full",
 ) -> AttentionOutput:
     """Robust attention with the exponential kernel at μ = 0, by one call of torch's own attention."""
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -68,9 +75,9 @@ def reduced_attention(
     log_kappa = log_numerator - variance.log()  # (B or 1, H, S or 1)
     log_query = (log_numerator - (variance + per_head(noise.eta_q2)).log()).clamp_max(math.log(MAX_QUERY_PRECISION))
     slope = log_query.exp() / (per_head(noise.tau) * size / 2)  # c_j
-    one = torch.ones_like(Q[..., :1])
-    bias = log_kappa - slope * K.square().sum(-1)  # (B,H,S)
-    wide_q = torch.cat([Q, Q.square().sum(-1, keepdim=True), one], -1)
+    one, full = torch.ones_like(Q[..., :1]), residual_form == "full"
+    bias = log_kappa - slope * K.square().sum(-1) * full  # (B,H,S)
+    wide_q = torch.cat([Q, Q.square().sum(-1, keepdim=True) * full, one], -1)
     wide_k = torch.cat([2 * slope[..., None] * K, -slope.expand_as(bias)[..., None], bias[..., None]], -1)
     padding = -wide_q.shape[-1] % 8  # whole vectors for the kernel's loops
     wide_v = F.pad(V, (0, 2 + padding))

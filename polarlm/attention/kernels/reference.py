@@ -52,6 +52,7 @@ def reference_attention(
     documents: Tensor | None,
     dropout: float,
     return_weights: bool,
+    residual_form: str = "full",
 ) -> AttentionOutput:
     """Robust attention with every intermediate materialised; arguments as in `robust_attention`."""
     score_dtype = torch.promote_types(q.dtype, torch.float32)
@@ -85,8 +86,11 @@ def reference_attention(
     # L = log κ + log w(x), x = κ̃‖R‖²/d_h
     key_decay = E if decay_keys else 1.0
     dots = q_ @ k_heads.transpose(-1, -2)
-    squared = q_.square().sum(-1)[..., :, None] + key_decay**2 * k_heads.square().sum(-1)[..., None, :]
-    x = log_kappa_q.exp() * (squared - 2 * key_decay * dots).clamp_min(0) / half
+    residual = -2 * key_decay * dots
+    if residual_form == "full":
+        squared = q_.square().sum(-1)[..., :, None] + key_decay**2 * k_heads.square().sum(-1)[..., None, :]
+        residual = (squared + residual).clamp_min(0)
+    x = log_kappa_q.exp() * residual / half
     if kernel == "student":
         nu = per_head(noise.nu)
         logits = log_kappa - (nu + 1) * torch.log1p(x / nu)
