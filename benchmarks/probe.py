@@ -1,9 +1,10 @@
 """What looking inside costs: one probe against the training steps between two probes, in one process.
 
-    python -m benchmarks.probe [--rounds 5] [--steps 4] [key=value …]
+    python -m benchmarks.probe [--rounds 5] [--steps 4] [--compiled] [key=value …]
 
 Steps and probes alternate, so that the share does not see the machine's mood. A probe is everything the callback does:
 the recorded forward pass, the statistics, the line of probe.jsonl, the flat scalars and wandb's charts (offline).
+With --compiled the same steps also run through `torch.compile` in every round; compiling happens before the clock runs.
 """
 
 from __future__ import annotations
@@ -15,55 +16,75 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 
-from benchmarks.spine import composed
+from benchmarks.spine import ROOT, composed
 from polarlm.diagnostics import run_probe
-from polarlm.launch.train import prepare, quiet_libraries
+from polarlm.launch.train import Job, prepare, quiet_libraries
 from polarlm.training.loggers import build_loggers, finish_loggers
 from polarlm.training.optimiser import build_adamw
 from polarlm.training.probing import probe_batch
 
 
-def measure(overrides: list[str], rounds: int, steps: int) -> dict[str, float | str]:
+def measure(overrides: list[str], rounds: int, steps: int, compiled: bool) -> dict[str, float | str]:
     """Seconds per step and per probe (medians over rounds) and the share of training time at the default interval."""
     config = composed(overrides, steps)
-    every, tokens, length = 200, 2048, 1024  # configs/diagnostics/default.yaml
-    job = prepare(config)
-    o = config["optim"]
-    optimiser = build_adamw(job.model, **{key: value for key, value in o.items() if key != "grad_clip"})
-    batches, batch = iter(job.data.train_dataloader()), probe_batch(job.data, tokens=tokens, length=length)
+    diagnostics = OmegaConf.load(ROOT / "configs" / "diagnostics" / "default.yaml")
+    config["logger"] = {"kind": "wandb", "project": "benchmark", "entity": None, "mode": "offline"}
     os.environ["WANDB_MODE"] = "offline"
-    step_times, probe_times = [], []
+    job = prepare(config)
+    batch = probe_batch(job.data, tokens=diagnostics.tokens, length=diagnostics.length)
+    kinds = {"eager": job.model.loss} | ({"compiled": torch.compile(job.model.loss)} if compiled else {})
+    parts = {kind: stepper(job, loss, steps) for kind, loss in kinds.items()}
     with tempfile.TemporaryDirectory() as folder:
-        config["logger"] = {"kind": "wandb", "project": "benchmark", "entity": None, "mode": "offline"}
         loggers = build_loggers(config, Path(folder))
-        file = Path(folder) / "probe.jsonl"
-        for number in range(rounds + 1):  # the first round warms up
-            began = time.perf_counter()
-            for _ in range(steps):
-                for _ in range(job.plan.accumulate):
-                    one = next(batches)
-                    (job.model.loss(one["tokens"], one["targets"]) / job.plan.accumulate).backward()
-                optimiser.step()
-                optimiser.zero_grad(set_to_none=True)
-            middle = time.perf_counter()
-            found = run_probe(job.model, batch["tokens"])
-            with open(file, "a") as out:
-                out.write(json.dumps(found.row(number, number)) + "\n")
-            for logger in loggers:
-                logger.log_metrics(found.scalars())
-                logger.log_probe(found, step=number, tokens=number)
-            if number:
-                step_times.append((middle - began) / steps)
-                probe_times.append(time.perf_counter() - middle)
+        parts["probe"] = prober(job, batch, loggers, Path(folder) / "probe.jsonl")
+        times: dict[str, list[float]] = {kind: [] for kind in parts}
+        for _ in range(rounds + 1):
+            for kind, part in parts.items():
+                began = time.perf_counter()
+                next(part)
+                times[kind].append(time.perf_counter() - began)
         finish_loggers(loggers, "finished")
-    step, probe = statistics.median(step_times), statistics.median(probe_times)
-    share = probe / (every * step + probe)
-    name = f"{config['choices']['block']} {config['choices']['model']}"
-    return {"run": name, "step_seconds": step, "probe_seconds": probe, "every": every, "share": share}
+    seconds = {kind: statistics.median(found[1:]) for kind, found in times.items()}  # the first round warms up
+    found: dict[str, float | str] = {"run": f"{config['choices']['block']} {config['choices']['model']}"}
+    found |= {"every": diagnostics.every, "tokens_per_step": job.plan.tokens, "probe_seconds": seconds["probe"]}
+    for kind in kinds:
+        step = seconds[kind] / steps
+        share = seconds["probe"] / (diagnostics.every * step + seconds["probe"])
+        found |= {f"{kind}_step_seconds": step, f"{kind}_share": share}
+    return found
+
+
+def stepper(job: Job, loss: Callable[..., torch.Tensor], steps: int) -> Iterator[None]:
+    """Each `next` takes `steps` training steps."""
+    options = {key: value for key, value in job.config["optim"].items() if key != "grad_clip"}
+    optimiser, batches = build_adamw(job.model, **options), iter(job.data.train_dataloader())
+    while True:
+        for _ in range(steps):
+            for _ in range(job.plan.accumulate):
+                batch = next(batches)
+                (loss(batch["tokens"], batch["targets"]) / job.plan.accumulate).backward()
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+        yield
+
+
+def prober(job: Job, batch: dict[str, torch.Tensor], loggers: list[Any], file: Path) -> Iterator[None]:
+    """Each `next` is one probe with everything that is written about it."""
+    for number in range(10**9):
+        found = run_probe(job.model, batch["tokens"])
+        with open(file, "a") as out:
+            out.write(json.dumps(found.row(number, number)) + "\n")
+        for logger in loggers:
+            logger.log_metrics(found.scalars())
+            logger.log_probe(found, step=number, tokens=number)
+        yield
 
 
 def main() -> None:
@@ -71,9 +92,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="training steps per round")
+    parser.add_argument("--compiled", action="store_true", help="measure compiled steps beside the eager ones")
     options, overrides = parser.parse_known_args()
     quiet_libraries()
-    found = measure(overrides, options.rounds, options.steps)
+    found = measure(overrides, options.rounds, options.steps, options.compiled)
     print(json.dumps(found | {"threads": torch.get_num_threads()}), file=sys.stdout)
 
 
