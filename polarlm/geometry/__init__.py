@@ -1,8 +1,8 @@
 """The paper's mathematics with no network in it: torch only, any float dtype, readable next to the paper.
 
 polar (x = m v), sphere (projectors, Exp, Log), transport (rotation, RoPE), covariance, precision (kappa, rho),
-robust (influence), likelihood, multihead (Prop. 5), simulation and the two filters. docs/theory.md maps every
-equation to its function and test.
+robust (influence), likelihood, multihead (Prop. 5), simulation and the two filters; of Appendix G content_transport,
+directional_objective and uncertainty. docs/theory.md maps every equation to its function and test.
 """
 
 from polarlm.geometry.isotropic_filter import IsotropicEstimate, IsotropicFilter

@@ -15,6 +15,25 @@ from polarlm.geometry.robust import causal_mask, estimation_weights, log_influen
 B, H, T, DH = 2, 3, 7, 4
 
 
+def test_k6_units_of_magnitude_and_noise_are_free():
+    """(m, m_inf, eta, sigma_0) times c: both attentions stay, the radial estimate is in the new unit."""
+    q, k = normal(0, B, H, T, DH), normal(1, B, H, T, DH)
+    m, v = to_polar(normal(2, B, T, H * DH))
+    mu, eta_k2, eta_q2, sigma02, m_inf2, nu, tau = 0.2 * positive(3, 7, H)
+    values = v.view(B, T, H, DH).transpose(1, 2)
+
+    def run(c: float):
+        noise = DirectionalNoise(mu, c**2 * eta_k2, c**2 * eta_q2, c**2 * sigma02, c**2 * m_inf2, nu, tau)
+        rates = (torch.tensor(x, dtype=torch.float64) for x in (0.1, 0.2 * c**2, 0.3 * c**2, 0.1 * c**2, 2.0))
+        options = dict(kernel="student", radial=RadialNoise(*rates), radial_mode="own", return_weights=True)
+        return robust_attention(q, k, values, c * m, noise, backend="reference", **options)
+
+    one, other = run(1.0), run(1.7)
+    for name in ("weights", "radial_weights", "log_evidence", "v_bar"):
+        torch.testing.assert_close(getattr(other, name), getattr(one, name))
+    torch.testing.assert_close(other.m_bar, 1.7 * one.m_bar)
+
+
 @pytest.mark.parametrize("kernel", ["student", "exponential", "gaussian"])
 def test_kernel_and_geometry_agree(kernel):
     q, k = normal(0, B, H, T, DH), normal(1, B, H, T, DH)

@@ -84,10 +84,12 @@ def test_g4_complex_projector_makes_the_statement_vacuous(seed):
     assert abs(order_of(remainder, (1e-3, 3e-4, 1e-4)) - 2) < 0.2
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
-@given(c=st.floats(-1, 1))
-def test_g5_gap_between_exact_and_least_squares_tangent_term(c):
-    assert abs(((1 - c * c) - 2 * (1 - c)) - -((1 - c) ** 2)) < 1e-15
+@for_all_seeds
+def test_g5_gap_between_exact_and_least_squares_tangent_term(seed):
+    """kappa (1 - c^2) - kappa ||u - u_j||^2 = -kappa (1 - c)^2: least squares is never the smaller of the two."""
+    u, directions, kappa = unit(seed, D), unit(seed + 1, S, D), positive(seed + 2, S)
+    gap = tangential_likelihood(u, directions, 1 / kappa) - directional_least_squares(u, directions, kappa)
+    torch.testing.assert_close(gap, -(kappa * (1 - correlation(u, directions)) ** 2).sum())
 
 
 @for_all_seeds
