@@ -7,6 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "theory.md").read_text(encoding="utf-8")
+# The identities of the reading notes: transport, kernel, causality, geometry, heads, radial, extensions, model.
+IDENTITIES = {"T": 6, "K": 13, "C": 2, "G": 12, "H": 6, "R": 3, "X": 4, "U": 3, "M": 3}
 TESTS = sorted(set(re.findall(r"`([\w/]+\.py)::(\w+)`", PAGE)))
 CODE = sorted(set(re.findall(r"`([\w/]+\.py):(\w+(?:\.\w+)?)`", PAGE)))
 
@@ -34,7 +36,7 @@ def test_every_named_function_exists():
 
 
 def test_every_row_names_code_and_a_test():
-    rows = [line for line in PAGE.split("## Where the paper")[0].splitlines() if line.startswith("| ")]
+    rows = [line for line in PAGE.split("## Every identity")[0].splitlines() if line.startswith("| ")]
     rows = [row for row in rows if not row.startswith(("| paper", "| C.1"))]
     assert len(rows) > 50
     for row in rows:
@@ -49,8 +51,15 @@ def test_every_numbered_statement_appears():
         assert statement in PAGE
     for step in range(1, 8):
         assert f"step {step}," in PAGE
-    for appendix in "ABCDEF":
+    for appendix in "ABCDEFG":
         assert f"## Appendix {appendix}:" in PAGE
+
+
+def test_every_identity_has_a_row_with_a_test():
+    table = PAGE.split("## Every identity")[1].split("\n## ")[0]
+    rows = dict(re.findall(r"^\| ([A-Z]\d+) \| (.+) \|$", table, flags=re.MULTILINE))
+    assert list(rows) == [f"{letter}{n}" for letter, last in IDENTITIES.items() for n in range(1, last + 1)]
+    assert all("::test_" in row for row in rows.values())
 
 
 def test_every_geometry_test_file_is_used():
