@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 ALL = slice(None)
@@ -45,5 +46,5 @@ def same_document(documents: Tensor | None, rows: slice, queries: slice, keys: i
 
 
 def part(x: Tensor | None, *where: slice) -> Tensor | None:
-    """A contiguous slice: a compiled loop then has one layout to handle, also where the slice is everything."""
-    return None if x is None else x[where].contiguous()
+    """A copy of a slice: a compiled loop then has one layout to handle, also where the slice is everything."""
+    return None if x is None else x.detach()[where].clone(memory_format=torch.contiguous_format)

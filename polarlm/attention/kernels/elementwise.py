@@ -12,6 +12,8 @@ from torch import Tensor
 from .lag_tables import FLOOR, KAPPA, KAPPA_QUERY, OWN, windows
 from .noise import MAX_QUERY_PRECISION
 
+LOG2_E = 1.4426950408889634
+
 
 def log1p(y: Tensor) -> Tensor:
     """log(1+y) for y ≥ 0 to fp32 accuracy, from the cheaper plain logarithm plus what rounding 1+y lost."""
@@ -45,69 +47,87 @@ def _scores(dots, q2, k2, m2, shape, same_document, at_lag, half, kernel, decay_
     return n, capped, free, r2, y, G
 
 
-def forward_chunk(dots, q2, k2, m2, shape, same_document, tables, *, half, kernel, decay_keys, decay_values):
-    """Turn dot products into un-normalised weights e^{L−top} (in place); returns top and their sum, both (B,H,C)."""
+def exp(x: Tensor) -> Tensor:
+    """e^x as a power of two: inductor writes every torch.exp that is used twice to memory first."""
+    return torch.exp2(LOG2_E * x)
+
+
+def logits_chunk(dots, q2, k2, m2, shape, same_document, tables, *, half, kernel, decay_keys):
+    """Turns dot products into logits without log n, in place."""
     at_lag = windows(tables, dots.shape[-1])
-    n, _, _, _, _, G = _scores(dots, q2, k2, m2, shape, same_document, at_lag, half, kernel, decay_keys)
-    top = G.amax(-1, keepdim=True)
-    weights = torch.exp(G - top)
-    if n is not None:
-        weights = n * weights
-    total = weights.sum(-1)
-    dots.copy_(weights * at_lag[-1] if decay_values else weights)
-    return top[..., 0], total
+    *_, G = _scores(dots, q2, k2, m2, shape, same_document, at_lag, half, kernel, decay_keys)
+    dots.copy_(G)
+
+
+def weights_chunk(logits, decayed, top, m2, tables):
+    """Turns logits into weights n·e^{G−top}, in place and not normalised; `decayed` (or None) gets E times that."""
+    at_lag = windows(tables, logits.shape[-1])
+    weights = exp(logits - top)
+    if m2 is not None:
+        weights = (m2[:, None, None, :] * at_lag[OWN] + at_lag[FLOOR]) * weights
+    if decayed is not None:
+        decayed.copy_(weights * at_lag[-1])
+    logits.copy_(weights)
 
 
 def backward_chunk(
-    dots, d_weights, per_lag, per_key, q2, k2, m2, shape, log_evidence, delta, same_document, tables,
+    dots, d_weights, out, q2, k2, m2, shape, log_evidence, delta, same_document, tables,
     *, half, kernel, decay_keys, decay_values,
 ):  # fmt: skip
     """Gradients of one chunk, recomputed from its dot products.
 
-    Overwrites `dots` with the weights that multiply dO (for ∂v) and `d_weights` with ∂/∂dots; fills
-    `per_lag` (N,B,H,C,K), whose sums along lags are the gradients of the log-tables [t1, a, b or t2, E], and `per_key`
-    (decay_keys only) with E·∂/∂dots. Returns per query Σ_j ∂R² and the gradient of ν or τ.
+    Fills the matrices of `out` (those of `backward_matrices`); summing them is left to the caller: a loop without sums
+    stays one loop, and each sum costs one more reading.
     """
     at_lag = windows(tables, dots.shape[-1])
     n, capped, free, r2, y, G = _scores(dots, q2, k2, m2, shape, same_document, at_lag, half, kernel, decay_keys)
-    weights = torch.exp(G - log_evidence[..., None])
+    weights = exp(G - log_evidence[..., None])
     if n is not None:
         weights = n * weights
     decay = at_lag[-1] if decay_keys or decay_values else None
     applied = weights * decay if decay_values else weights
     g = applied * d_weights - weights * delta[..., None]  # ∂L = A(∂A − Σ_j A ∂A + ∂ log-evidence)
-    per_lag[0].copy_(g)
+    out["applied"].copy_(applied)
 
     d_decay = applied * d_weights if decay_values else None
-    q2_sum = shape_sum = None
-    if kernel == "gaussian":
-        gated = torch.zeros_like(g)  # −∂L/∂log κ̃
-        d_weights.zero_()
-    else:
+    gated = torch.zeros_like(g)
+    if kernel != "gaussian":
         inverse = (1 / shape)[:, None, None]
         if kernel == "student":
-            slope = (shape + 1)[:, None, None] / (1 + y)  # −∂L/∂y
-            shape_sum = (g * (slope * y * inverse - log1p(y))).sum(-1)
+            g_slope = g * ((shape + 1)[:, None, None] / (1 + y))  # −∂/∂y
+            out["shape"].copy_(g_slope * y * inverse - g * log1p(y))
         else:
-            slope = 1.0
-            shape_sum = (g * y * inverse).sum(-1)
-        d_r2 = torch.where(r2 >= 0, -g * slope * capped * inverse, 0)
-        gated = torch.where(free <= MAX_QUERY_PRECISION / half, g * slope * y, 0)
-        q2_sum = d_r2.sum(-1)
-        d_dots = -2 * d_r2
+            g_slope = g
+            out["shape"].copy_(g * y * inverse)
+        d_r2 = torch.where(r2 >= 0, -g_slope * capped * inverse, 0)
+        gated = torch.where(free <= MAX_QUERY_PRECISION / half, g_slope * y, 0)
         if decay_keys:
             d_decay_keys = 2 * d_r2 * decay * (decay * k2[..., None, :] - dots)
             d_decay = d_decay_keys if d_decay is None else d_decay + d_decay_keys
-            d_dots = d_dots * decay
-            per_key.copy_(d_dots * decay)
-        d_weights.copy_(d_dots)
+            out["d_r2"].copy_(d_r2)
+            out["d_k2"].copy_(d_r2 * decay * decay)
+            out["d_dots"].copy_(-2 * d_r2 * decay)
+        else:
+            out["d_dots"].copy_(-2 * d_r2)
+    out["gated"].copy_(gated)
     if n is None:
-        per_lag[1].copy_(gated)
+        out["g"].copy_(g)
     else:
         rest = (g - gated) / n
-        per_lag[1].copy_(rest * m2[:, None, None, :] * at_lag[OWN])
-        per_lag[2].copy_(rest * at_lag[FLOOR])
+        out["own"].copy_(rest * m2[:, None, None, :] * at_lag[OWN])
+        out["floor"].copy_(rest * at_lag[FLOOR])
     if d_decay is not None:
-        per_lag[-1].copy_(d_decay)
-    dots.copy_(applied)
-    return q2_sum, shape_sum
+        out["decay"].copy_(d_decay)
+
+
+def backward_matrices(kernel: str, magnitude: bool, decay_keys: bool, decay_values: bool) -> list[str]:
+    """What `backward_chunk` fills, (B,H,C,K) each.
+
+    `applied`: weights that multiply dO; `d_dots`: ∂/∂(q·k); `d_r2`, `d_k2`: ∂R² and its share of ‖k‖² where they are not
+    −½ ∂/∂(q·k); `shape`: of ν or τ. Summed along lags, gradients of the log-tables: `g` of t1, `gated` of −log t2,
+    `own` and `floor` of a and b (g = gated + own + floor), `decay` of log E.
+    """
+    names = ["applied", "gated", *(["own", "floor"] if magnitude else ["g"])]
+    names += [] if kernel == "gaussian" else ["d_dots", "shape"]
+    names += ["d_r2", "d_k2"] if decay_keys else []
+    return names + (["decay"] if decay_keys or decay_values else [])

@@ -14,6 +14,9 @@ from torch.fx.experimental import _config as symbolic_shapes
 # which compiling costs more than fusion saves: tests, decoding, toys. 2**27 is 2 million pairs of 64 channels.
 WORTH_COMPILING = 2**27
 
+# Everything of a chunk belongs into one loop: by default inductor writes long expressions to memory and reads them back.
+ONE_LOOP = {"realize_opcount_threshold": 10_000, "realize_reads_threshold": 1_000, "realize_acc_reads_threshold": 1_000}
+
 _broken: str | None = None  # why the compiler cannot be used, once that is known
 
 
@@ -35,7 +38,7 @@ def _bound(function: Callable, compile_it: bool, switches: tuple) -> Callable:
     # Dynamo limits recompilations per code object: every combination of switches gets its own copy.
     own_code = eager.__code__.replace(co_name="_".join([function.__name__, *(str(value) for value in bound.values())]))
     copy = types.FunctionType(own_code, eager.__globals__, own_code.co_name, closure=eager.__closure__)
-    compiled = torch.compile(copy, dynamic=True, fullgraph=True)
+    compiled = torch.compile(copy, dynamic=True, fullgraph=True, options=ONE_LOOP)
 
     def call(*tensors):
         global _broken

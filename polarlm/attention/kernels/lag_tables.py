@@ -66,27 +66,31 @@ def reversed_tables(log_tables: Tensor, chunk: int) -> Tensor:
 
 def table_slice(tables: Tensor, lags: int, keys: int, queries: int) -> Tensor:
     """The part of reversed tables that `queries` rows over `keys` columns need, ready for `windows`."""
-    return tables[..., lags - keys : lags + queries - 1].contiguous()
+    return tables[..., lags - keys : lags + queries - 1].clone(memory_format=torch.contiguous_format)
 
 
 def windows(tables: Tensor, keys: int) -> Tensor:
     """(rows,H,C+K−1) -> (rows,H,C,K): entry (i, j) is the value at the lag of query i and key j.
 
-    Overlapping rows of one table, so a fused loop reads it in place: nothing of size C×K is made.
+    Overlapping rows of one table: a fused loop reads it in place. Without fusion it is written out, once for all rows
+    of the batch, because operands without an order of their own would give their results a transposed one.
     """
     rows, heads, length = tables.shape
     strides = (heads * length, length, 1, 1)
-    return tables.as_strided((rows, heads, length - keys + 1, keys), strides).flip(-2)
+    return tables.as_strided((rows, heads, length - keys + 1, keys), strides).flip(-2).contiguous()
 
 
-def lag_sums(weights: Tensor) -> Tensor:
-    """Sums along equal lags, from the longest to 0: (N, B, H, C+1, K) whose row 0 is zero -> (N, H, K).
+def lag_sums(pairs: Tensor) -> Tensor:
+    """Sums along equal lags, from the longest to 0: contiguous (B, H, C, K), zero where a key lies ahead -> (H, K).
 
-    Row i+1 holds query i. Reading rows with a stride of K+1 lines up equal lags in columns; what a row reads beyond
-    its own beginning is the masked end of the row before, which is zero.
+    Reading rows with a stride of K+1 lines up equal lags in columns; what a row reads beyond its own beginning is the
+    masked end of the row before, which is zero. Row 0 has no row before it and is added by itself.
     """
-    n, batch, heads, rows, keys = weights.shape
-    queries = rows - 1
-    strides = (*weights.stride()[:3], keys + 1, 1)
-    start = weights.storage_offset() + keys - (queries - 1)
-    return weights.as_strided((n, batch, heads, queries, keys), strides, start).sum((1, 3))
+    batch, heads, queries, keys = pairs.shape
+    block = queries * keys
+    start = pairs.storage_offset() + keys + 1 - (queries - 1)
+    rows = pairs.as_strided((batch * heads, queries - 1, keys), (block, keys + 1, 1), start)
+    ones = pairs.new_ones(1, 1, 1).expand(batch * heads, 1, queries - 1)
+    sums = torch.bmm(ones, rows).view(batch, heads, keys).sum(0)  # a product, because sums over odd strides are slow
+    sums[:, queries - 1 :] += pairs[:, :, 0, : keys - queries + 1].sum(0)
+    return sums

@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from .chunks import ALL, Plan, part, same_document
-from .elementwise import backward_chunk, forward_chunk
+from .elementwise import backward_chunk, backward_matrices, logits_chunk, weights_chunk
 from .fusion import fused
 from .lag_tables import directional_tables, lag_sums, radial_tables, reversed_tables, table_slice
 from .noise import MIN_MAGNITUDE, AttentionOutput, DirectionalNoise, RadialNoise
 from .streaming_radial import SharedRadial, radial_estimate
+
+# Gradient of each row of the log-tables, in their order: which sums along lags, and their sign.
+TABLE_ROWS = {"g": 1, "gated": -1, "own": 1, "floor": 1, "decay": 1}
 
 
 def _flat(x: Tensor, groups: int) -> Tensor:
@@ -52,36 +55,41 @@ def streaming_forward(
     its decay ask for the radial estimate Σ_j A_ij c_ij m̂_ij with these weights (radial mode `shared`).
     """
     plan = Plan(q, k)
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    q, k, v, shape = q.contiguous(), k.contiguous(), v.contiguous(), shape.detach()
     q2, k2 = _squares(q, k)
     tables = reversed_tables(log_tables, plan.chunk)
     out, log_evidence = torch.empty_like(q), torch.empty_like(q2)
     radial = None if log_radial_decay is None else SharedRadial(plan, v, m, log_radial_decay)
     m_bar = q2.new_empty(0) if radial is None else torch.empty_like(q2)
-    scratch = plan.scratch()
-    weigh = fused(
-        forward_chunk, plan.work, half=plan.size / 2, kernel=kernel, decay_keys=decay_keys, decay_values=decay_values
-    )
+    scratches = [plan.scratch() for _ in range(1 + decay_values)]
+    score = fused(logits_chunk, plan.work, half=plan.size / 2, kernel=kernel, decay_keys=decay_keys)
+    weigh = fused(weights_chunk, plan.work)
     with torch.no_grad():
         for number, (rows, queries, keys) in enumerate(plan):
-            weights = plan.scores_view(scratch, rows, queries, keys)
-            flat = _flat(weights, plan.groups)
+            weights, *decayed = (plan.scores_view(s, rows, queries, keys) for s in scratches)  # first q·k, then L, then A
             if kernel != "gaussian":
-                torch.bmm(_flat(q[rows, :, queries], plan.groups), _keys(k, rows, keys).mT, out=flat)
-            top, total = weigh(
-                weights, part(q2, rows, ALL, queries), part(k2, rows, ALL, slice(keys)), part(m2, rows, slice(keys)),
-                shape, same_document(documents, rows, queries, keys, plan.queries),
-                table_slice(tables, plan.keys, keys, weights.shape[2]),
+                torch.bmm(
+                    _flat(q[rows, :, queries], plan.groups), _keys(k, rows, keys).mT, out=_flat(weights, plan.groups)
+                )
+            m2_of_keys = part(m2, rows, slice(keys))
+            at_lags = table_slice(tables, plan.keys, keys, weights.shape[2])
+            score(
+                weights, part(q2, rows, ALL, queries), part(k2, rows, ALL, slice(keys)), m2_of_keys,
+                shape, same_document(documents, rows, queries, keys, plan.queries), at_lags,
             )  # fmt: skip
+            top = weights.amax(-1, keepdim=True)
+            weigh(weights, decayed[0] if decay_values else None, top, m2_of_keys, at_lags)
+            total = weights.sum(-1)
             if radial is not None:
                 predicted = radial.predict(rows, queries, keys)
                 m_bar[rows, :, queries] = (weights * predicted[:, None]).sum(-1) / total
+            applied = decayed[0] if decay_values else weights
             keep = _keep(weights.shape, dropout, seed, number, q)
             if keep is not None:
-                weights.mul_(keep)
-            estimate = torch.bmm(flat, _keys(v, rows, keys)).view(*weights.shape[:3], plan.size)
+                applied.mul_(keep)
+            estimate = torch.bmm(_flat(applied, plan.groups), _keys(v, rows, keys)).view(*weights.shape[:3], plan.size)
             torch.div(estimate, total[..., None], out=out[rows, :, queries])
-            log_evidence[rows, :, queries] = top + total.log()
+            log_evidence[rows, :, queries] = top[..., 0] + total.log()
     return out, log_evidence, m_bar
 
 
@@ -102,68 +110,71 @@ def streaming_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, m2, the log-tables, `shape`, m and the radial decay; empty where there is no input."""
     plan = Plan(q, k)
-    q, k, v, d_out = q.contiguous(), k.contiguous(), v.contiguous(), d_out.contiguous()
+    q, k, v, d_out, shape = q.contiguous(), k.contiguous(), v.contiguous(), d_out.contiguous(), shape.detach()
     q2, k2 = _squares(q, k)
     tables = reversed_tables(log_tables, plan.chunk)
     delta = (d_out * out).sum(-1) - d_log_evidence
     radial = None if log_radial_decay is None else SharedRadial(plan, v, m, log_radial_decay)
     if radial is not None:
         delta += d_m_bar * m_bar
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     d_k2, d_shape = torch.zeros_like(k2), torch.zeros_like(shape)
     d_m2 = q.new_empty(0) if m2 is None else torch.zeros_like(m2)
-    sums = log_tables.new_zeros(2 + (m2 is not None) + (decay_keys or decay_values), plan.heads, plan.keys)
-    dots_scratch, grads_scratch, lag_scratch = plan.scratch(), plan.scratch(), plan.scratch(len(sums), extra_rows=1)
-    key_scratch = plan.scratch() if decay_keys else None
+    names = backward_matrices(kernel, m2 is not None, decay_keys, decay_values)
+    sums = {name: q.new_zeros(plan.heads, plan.keys) for name in names if name in TABLE_ROWS}
+    scratches = [plan.scratch() for _ in range(2 + len(names))]
     gradients = fused(
         backward_chunk, plan.work, half=plan.size / 2, kernel=kernel, decay_keys=decay_keys, decay_values=decay_values
     )
     with torch.no_grad():
         for number, (rows, queries, keys) in enumerate(plan):
-            dots, grads = (plan.scores_view(s, rows, queries, keys) for s in (dots_scratch, grads_scratch))
-            per_key = plan.scores_view(key_scratch, rows, queries, keys) if decay_keys else None
-            batch, heads, rows_of_chunk, _ = dots.shape
-            per_lag = lag_scratch[: len(sums) * batch * heads * (rows_of_chunk + 1) * keys]
-            per_lag = per_lag.view(len(sums), batch, heads, rows_of_chunk + 1, keys)
-            per_lag[..., 0, :] = 0
-            flat_dots, flat_grads = _flat(dots, plan.groups), _flat(grads, plan.groups)
+            dots, grads, *pairs = (plan.scores_view(s, rows, queries, keys) for s in scratches)
+            pairs = dict(zip(names, pairs))
             queries_of_chunk, d_out_of_chunk = (_flat(x[rows, :, queries], plan.groups) for x in (q, d_out))
             if kernel != "gaussian":
-                torch.bmm(queries_of_chunk, _keys(k, rows, keys).mT, out=flat_dots)
-            torch.bmm(d_out_of_chunk, _keys(v, rows, keys).mT, out=flat_grads)
+                torch.bmm(queries_of_chunk, _keys(k, rows, keys).mT, out=_flat(dots, plan.groups))
+            torch.bmm(d_out_of_chunk, _keys(v, rows, keys).mT, out=_flat(grads, plan.groups))
             keep = _keep(dots.shape, dropout, seed, number, q)
             if keep is not None:
                 grads.mul_(keep)
             if radial is not None:
                 grads.add_(d_m_bar[rows, :, queries, None] * radial.predict(rows, queries, keys)[:, None])
-            q2_sum, shape_sum = gradients(
-                dots, grads, per_lag[..., 1:, :], per_key, part(q2, rows, ALL, queries),
+            gradients(
+                dots, grads, pairs, part(q2, rows, ALL, queries),
                 part(k2, rows, ALL, slice(keys)), part(m2, rows, slice(keys)), shape,
                 part(log_evidence, rows, ALL, queries), part(delta, rows, ALL, queries),
                 same_document(documents, rows, queries, keys, plan.queries),
-                table_slice(tables, plan.keys, keys, rows_of_chunk),
+                table_slice(tables, plan.keys, keys, dots.shape[2]),
             )  # fmt: skip
+            applied = pairs["applied"]
             if radial is not None:
-                radial.differentiate(rows, queries, keys, (dots * d_m_bar[rows, :, queries, None]).sum(1))
+                radial.differentiate(rows, queries, keys, (applied * d_m_bar[rows, :, queries, None]).sum(1))
             if keep is not None:
-                dots.mul_(keep)
-            dv[rows, :, :keys] += torch.bmm(flat_dots.mT, d_out_of_chunk).view(batch, plan.groups, keys, -1)
-            sums[..., plan.keys - keys :] += lag_sums(per_lag)
+                applied.mul_(keep)
+            _keys(dv, rows, keys).baddbmm_(_flat(applied, plan.groups).mT, d_out_of_chunk)
+            for name, table in sums.items():
+                table[:, plan.keys - keys :] += lag_sums(pairs[name])
             if m2 is not None:
-                d_m2[rows, :keys] += per_lag[1, :, :, 1:].sum((1, 2))
-            if kernel != "gaussian":
-                dk[rows, :, :keys] += torch.bmm(flat_grads.mT, queries_of_chunk).view(batch, plan.groups, keys, -1)
-                d_k2[rows, :, :keys] -= (per_key if decay_keys else grads).sum(2) / 2
-                through_dots = torch.bmm(flat_grads, _keys(k, rows, keys)).view(*dots.shape[:3], plan.size)
-                dq[rows, :, queries] = through_dots + 2 * q2_sum[..., None] * q[rows, :, queries]
-                d_shape += shape_sum.sum((0, 2))
+                d_m2[rows, :keys] += pairs["own"].sum((1, 2))
+            if kernel == "gaussian":
+                dq[rows, :, queries] = 0
+                continue
+            d_dots = _flat(pairs["d_dots"], plan.groups)
+            _keys(dk, rows, keys).baddbmm_(d_dots.mT, queries_of_chunk)
+            through_dots = torch.bmm(d_dots, _keys(k, rows, keys)).view(*dots.shape[:3], plan.size)
+            if decay_keys:
+                d_k2[rows, :, :keys] += pairs["d_k2"].sum(2)
+                d_q2 = pairs["d_r2"].sum(-1)
+            else:
+                d_k2[rows, :, :keys] -= pairs["d_dots"].sum(2) / 2
+                d_q2 = pairs["d_dots"].sum(-1) / -2
+            dq[rows, :, queries] = through_dots + 2 * d_q2[..., None] * q[rows, :, queries]
+            d_shape += pairs["shape"].sum((0, 2, 3))
         dk += 2 * d_k2.view(plan.batch, plan.groups, -1, plan.keys).sum(2)[..., None] * k
         if m2 is not None:
             d_m2 /= m2
-            own, floor = sums[1:2], sums[2:3]
-            d_tables = torch.cat([sums[:1], own + floor - sums[:1], own, floor, sums[3:]])
-        else:
-            d_tables = torch.cat([sums[:1], -sums[1:2], sums[2:]])
+            sums["g"] = sums["gated"] + sums["own"] + sums["floor"]
+        d_tables = torch.stack([sign * sums[name] for name, sign in TABLE_ROWS.items() if name in sums])
     d_m, d_radial_decay = q.new_empty(0), q.new_empty(0)
     if radial is not None:
         dv += radial.d_value.unflatten(-1, (plan.groups, -1)).transpose(1, 2)

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from .chunks import Plan, part, same_document
-from .elementwise import log1p
+from .elementwise import exp, log1p
 from .fusion import fused
 from .lag_tables import lag_sums, radial_tables, reversed_tables, table_slice, windows
 from .noise import RadialNoise
 
 RHO, RHO_QUERY, DECAY = range(3)
+TABLE_ROWS = ("log_rho", "log_rho_query", "log_decay")
 
 
 class SharedRadial:
@@ -41,8 +42,7 @@ class SharedRadial:
         cosine, m = self._cosine(rows, queries, keys), self.m[rows, None, :keys]
         d_m = d_predicted * cosine
         self.d_m[rows, :keys] += d_m.sum(1)
-        per_lag = torch.nn.functional.pad(d_m * m, (0, 0, 1, 0))[None, :, None]
-        self.d_decay[..., self.lags - keys :] += lag_sums(per_lag)
+        self.d_decay[0, :, self.lags - keys :] += lag_sums((d_m * m)[:, None])
         at_lag = windows(table_slice(self.decay, self.lags, keys, d_m.shape[1]), keys)[0]
         d_dots = d_predicted * m * at_lag / self.value.shape[-1]
         self.d_value[rows, own] += d_dots @ self.value[rows, :keys]
@@ -61,38 +61,38 @@ def _radial_scores(dots, m_key, m_query, nu, same_document, tables, size):
     return at_lag, z, residual, y, log_rho - (nu + 1) * log1p(y)
 
 
-def radial_forward_chunk(dots, m_key, m_query, nu, same_document, tables, *, size):
-    """m̄ and log-evidence (B,C) of one chunk; no matrix leaves the loop."""
-    _, z, _, _, logits = _radial_scores(dots, m_key, m_query, nu, same_document, tables, size)
-    top = logits.amax(-1, keepdim=True)
-    weights = torch.exp(logits - top)
-    total = weights.sum(-1)
-    return (weights * z).sum(-1) / total, top[..., 0] + total.log()
+def radial_logits_chunk(dots, logits, m_key, m_query, nu, same_document, tables, *, size):
+    """Fills `logits`, and turns dot products into predictions z in place."""
+    _, z, _, _, found = _radial_scores(dots, m_key, m_query, nu, same_document, tables, size)
+    logits.copy_(found)
+    dots.copy_(z)
+
+
+def radial_weights_chunk(logits, z, top):
+    """Turns logits into weights, not normalised, and predictions into weighted predictions, in place."""
+    weights = exp(logits - top)
+    z.copy_(weights * z)
+    logits.copy_(weights)
 
 
 def radial_backward_chunk(
-    dots, per_key, per_lag, m_key, m_query, nu, same_document, tables, m_bar, log_evidence, d_m_bar, *, size
-):
-    """Overwrites `dots` with its gradient, fills `per_key` (∂m_j) and `per_lag` (∂ of the log-tables).
-
-    Returns per query ∂m_i and the gradient of ν.
-    """
+    dots, out, m_key, m_query, nu, same_document, tables, m_bar, log_evidence, d_m_bar, *, size
+):  # fmt: skip
+    """Fills the matrices of `out`: gradients of the dot products, of m_i, m_j, ν, and of the log-tables."""
     at_lag, z, residual, y, logits = _radial_scores(dots, m_key, m_query, nu, same_document, tables, size)
-    weights = torch.exp(logits - log_evidence[..., None])
+    weights = exp(logits - log_evidence[..., None])
     up = d_m_bar[..., None]
     g = weights * up * (z - m_bar[..., None])  # ∂L
-    slope = (nu + 1) / (1 + y)  # −∂L/∂y
-    d_residual = -2 * g * slope * at_lag[RHO_QUERY] * residual / nu
-    d_z = weights * up + d_residual
+    g_slope = g * ((nu + 1) / (1 + y))  # −∂/∂y
+    d_m_query = 2 * g_slope * at_lag[RHO_QUERY] * residual / nu  # the residual's, with its sign turned
+    d_z = weights * up - d_m_query
     decay = at_lag[DECAY] / size
-    per_lag[0].copy_(g[:, None])
-    per_lag[1].copy_((-g * slope * y)[:, None])
-    per_lag[2].copy_((d_z * z)[:, None])
-    per_key.copy_(d_z * dots * decay)
-    nu_sum = (g * (slope * y / nu - log1p(y))).sum(-1)
-    m_sum = -d_residual.sum(-1)
-    dots.copy_(d_z * decay * m_key[:, None, :])
-    return m_sum, nu_sum
+    out["dots"].copy_(d_z * decay * m_key[:, None, :])
+    out["m_query"].copy_(d_m_query)
+    out["m_key"].copy_(d_z * dots * decay)
+    out["nu"].copy_(g_slope * y / nu - g * log1p(y))
+    for row, value in zip(TABLE_ROWS, (g, -g_slope * y, d_z * z)):
+        out[row].copy_(value)
 
 
 @torch.library.custom_op("polarlm::radial_forward", mutates_args=())
@@ -104,18 +104,24 @@ def radial_forward(
     value, first = value.contiguous(), value.shape[1] - queries
     m_bar, log_evidence = (m.new_empty(plan.batch, queries) for _ in range(2))
     tables = reversed_tables(log_tables, plan.chunk)
-    scratch = plan.scratch()
-    weigh = fused(radial_forward_chunk, plan.work, size=plan.size)
+    scratches = plan.scratch(), plan.scratch()
+    score = fused(radial_logits_chunk, plan.work, size=plan.size)
+    weigh = fused(radial_weights_chunk, plan.work)
     with torch.no_grad():
         for rows, chunk, keys in plan:
-            dots = plan.scores_view(scratch, rows, chunk, keys)[:, 0]
+            logits, z = (plan.scores_view(scratch, rows, chunk, keys)[:, 0] for scratch in scratches)
             own = slice(first + chunk.start, first + chunk.stop)
-            torch.bmm(value[rows, own], value[rows, :keys].mT, out=dots)
-            m_bar[rows, chunk], log_evidence[rows, chunk] = weigh(
-                dots, part(m, rows, slice(keys)), part(m, rows, own), nu,
+            torch.bmm(value[rows, own], value[rows, :keys].mT, out=z)
+            score(
+                z, logits, part(m, rows, slice(keys)), part(m, rows, own), nu.detach(),
                 same_document(documents, rows, chunk, keys, queries),
-                table_slice(tables, plan.keys, keys, dots.shape[1]),
+                table_slice(tables, plan.keys, keys, z.shape[1]),
             )  # fmt: skip
+            top = logits.amax(-1, keepdim=True)
+            weigh(logits, z, top)
+            total = logits.sum(-1)
+            m_bar[rows, chunk] = z.sum(-1) / total
+            log_evidence[rows, chunk] = top[..., 0] + total.log()
     return m_bar, log_evidence
 
 
@@ -135,28 +141,28 @@ def radial_backward(
     d_value, d_m, d_nu = torch.zeros_like(value), torch.zeros_like(m), torch.zeros_like(nu)
     sums = log_tables.new_zeros(log_tables.shape)
     tables = reversed_tables(log_tables, plan.chunk)
-    dots_scratch, key_scratch, lag_scratch = plan.scratch(), plan.scratch(), plan.scratch(3, extra_rows=1)
+    names = ("dots", "m_query", "m_key", "nu", *TABLE_ROWS)
+    scratches = [plan.scratch() for _ in range(1 + len(names))]
     gradients = fused(radial_backward_chunk, plan.work, size=plan.size)
     with torch.no_grad():
         for rows, chunk, keys in plan:
-            dots, per_key = (plan.scores_view(s, rows, chunk, keys)[:, 0] for s in (dots_scratch, key_scratch))
+            dots, *pairs = (plan.scores_view(scratch, rows, chunk, keys)[:, 0] for scratch in scratches)
+            found = dict(zip(names, pairs))
             own = slice(first + chunk.start, first + chunk.stop)
-            per_lag = lag_scratch[: 3 * dots.shape[0] * (dots.shape[1] + 1) * keys]
-            per_lag = per_lag.view(3, dots.shape[0], 1, dots.shape[1] + 1, keys)
-            per_lag[..., 0, :] = 0
             torch.bmm(value[rows, own], value[rows, :keys].mT, out=dots)
-            m_sum, nu_sum = gradients(
-                dots, per_key, per_lag[..., 1:, :], part(m, rows, slice(keys)), part(m, rows, own), nu,
+            gradients(
+                dots, found, part(m, rows, slice(keys)), part(m, rows, own), nu.detach(),
                 same_document(documents, rows, chunk, keys, queries),
                 table_slice(tables, plan.keys, keys, dots.shape[1]),
                 part(m_bar, rows, chunk), part(log_evidence, rows, chunk), part(d_m_bar, rows, chunk),
             )  # fmt: skip
-            d_value[rows, own] += torch.bmm(dots, value[rows, :keys])
-            d_value[rows, :keys] += torch.bmm(dots.mT, value[rows, own])
-            d_m[rows, own] += m_sum
-            d_m[rows, :keys] += per_key.sum(1)
-            d_nu += nu_sum.sum()
-            sums[..., plan.keys - keys :] += lag_sums(per_lag)
+            d_value[rows, own].baddbmm_(found["dots"], value[rows, :keys])
+            d_value[rows, :keys].baddbmm_(found["dots"].mT, value[rows, own])
+            d_m[rows, own] += found["m_query"].sum(-1)
+            d_m[rows, :keys] += found["m_key"].sum(1)
+            d_nu += found["nu"].sum()
+            for table, row in zip(sums, TABLE_ROWS):
+                table[:, plan.keys - keys :] += lag_sums(found[row][:, None])
     return d_value, d_m, sums.flip(-1), d_nu
 
 
