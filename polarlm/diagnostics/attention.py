@@ -50,9 +50,12 @@ def attention_values(layer: Layer) -> dict[str, Tensor]:
 
 
 def probe_lags(tokens: int) -> list[int]:
-    """Lags 0, 1, 2, 3, 4, 6, 8, 12, 16, … below the sequence length: dense near, sparse far."""
-    lags = {0, 1, 2, 3, tokens - 1} | {2**n for n in range(2, 30)} | {3 * 2**n for n in range(1, 29)}
-    return sorted(lag for lag in lags if 0 <= lag < tokens)
+    """Lags 0, 1, 2, 3, 4, 6, 8, 12, 16, … up to three quarters of a sequence: dense near, sparse far.
+
+    Beyond that the only keys are the first tokens, whose magnitudes are not those of a text.
+    """
+    lags = {0, 1} | {2**n for n in range(1, 30)} | {3 * 2**n for n in range(29)}
+    return sorted(lag for lag in lags if lag <= 3 * tokens // 4)
 
 
 def by_lag(pairs: Tensor, visible: Tensor, lags: list[int]) -> Tensor:

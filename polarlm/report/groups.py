@@ -81,6 +81,10 @@ def show(value: Any) -> str:
         return ABSENT
     if isinstance(value, float):
         return f"{value:.6g}"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{', '.join(show(item) for item in value)}]"
     return str(value)
 
 

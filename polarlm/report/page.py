@@ -12,13 +12,13 @@ from string import Template
 from typing import Any
 
 import polarlm
-from polarlm.report.groups import Group
+from polarlm.report.groups import ABSENT, Group
 from polarlm.report.judge import Judgement, headline, reference_losses
 from polarlm.report.payload import link_to
 from polarlm.report.tables import Table, difference_table, final_table, show_count
 from polarlm.training.run_folder import write_text
 
-LONG = 15  # rows
+LONG, FEW = 15, 3  # rows
 SCRIPTS = ("state.js", "figures.js", "curves.js", "geometry.js", "start.js")  # in this order
 
 
@@ -108,7 +108,16 @@ def _differences(groups: Sequence[Group]) -> str:
     table = difference_table(groups)
     if not table.rows:
         return '<p class="meta">Nothing but the seed.</p>'
-    return _left_table(table.columns, [[escape(cell) for cell in row] for row in table.rows])
+    # What only one of two blocks has is no difference between them: the reader wants the others at a glance.
+    partial = [row for row in table.rows if row[0].startswith("block.") and ABSENT in row]
+    shared = [row for row in table.rows if row not in partial]
+    if len(partial) <= FEW:
+        shared, partial = table.rows, []
+    tables = [
+        _left_table(table.columns, [[escape(cell) for cell in row] for row in rows]) for rows in (shared, partial)
+    ]
+    fold = f"<details><summary>{len(partial)} settings that only some of the blocks have</summary>{tables[1]}</details>"
+    return tables[0] + (fold if partial else "")
 
 
 def _run_table(groups: Sequence[Group], judgement: Judgement, out: Path | None) -> str:

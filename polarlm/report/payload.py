@@ -14,7 +14,7 @@ from polarlm.report.groups import Group
 from polarlm.report.judge import Judgement
 from polarlm.report.metrics import bucket_edges, thin
 from polarlm.report.probes import Probe
-from polarlm.report.quantities import describe
+from polarlm.report.quantities import Quantity, describe
 from polarlm.report.runs import Run
 
 # Points of all training curves together: 30 runs get 500 each, 200 runs 300 each; the page stays a few MB.
@@ -44,12 +44,17 @@ def build_payload(
         "reload": reload_seconds,
         "metric": judgement.metric,
         "unit": judgement.unit,
+        "split": judgement.split,
         "oneTokenizer": judgement.one_tokenizer,
         "groups": shown_groups,
         "runs": runs,
         "diagnostics": diagnostics,
-        "quantities": {n: {"title": describe(n).title, "axis": describe(n).axis} for n in sorted(names)},
+        "quantities": {name: _words(describe(name)) for name in sorted(names)},
     }
+
+
+def _words(found: Quantity) -> dict[str, str]:
+    return {"title": found.title, "axis": found.axis, "meaning": found.meaning}
 
 
 def rounded(value: Any, digits: int = 5) -> Any:

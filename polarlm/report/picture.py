@@ -8,7 +8,7 @@ from pathlib import Path
 from polarlm.errors import UserError
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-WINDOW = (1440, 2050)  # table, verdicts, learning curves and radial growth
+WINDOW = (1440, 1920)  # table, verdicts, learning curves and radial growth
 SCALE = 0.7
 COLOURS = 128  # a palette makes the file four times smaller and nobody sees it
 

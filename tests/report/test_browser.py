@@ -1,13 +1,19 @@
 """The page in a real browser: it draws, stays offline, obeys its switches, and looks as kept in artifacts/."""
 
+import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from synthetic_runs import write_run, write_sweep
 from test_page import compare
+
+from polarlm.attention import PolarAttention, RobustFilterAttention, StandardAttention
+from polarlm.diagnostics import run_probe
+from polarlm.model import GPT, GPTConfig
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
@@ -166,9 +172,42 @@ def test_a_small_picture_for_a_readme(tmp_path):
     write_sweep(tmp_path / "runs", seeds=(1, 2))
     compare(tmp_path / "runs", "--out", tmp_path / "report.html", "--picture", tmp_path / "docs" / "report.png")
     image = Image.open(tmp_path / "docs" / "report.png")
-    assert image.size == (1008, 1435)
+    assert image.size == (1008, 1344)
     assert len(image.convert("RGB").getcolors(1 << 20)) > 30  # curves, not a blank page
     assert (tmp_path / "docs" / "report.png").stat().st_size < 400_000
+
+
+def test_every_quantity_that_can_be_chosen_is_drawn_with_labels_that_fit(tmp_path, open_page):
+    blocks = {"standard": StandardAttention, "rfa": RobustFilterAttention, "polar": PolarAttention}
+    for block, mixer in blocks.items():
+        write_run(tmp_path / "runs" / block, block, 1)
+        model = GPT(GPTConfig(vocab_size=9, context=16, d_model=16, n_layer=3, n_head=2), mixer)
+        rows = [run_probe(model, torch.arange(32).reshape(2, 16) % 9).row(step, step * 64) for step in (0, 10)]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / "runs" / block / "diagnostics" / "probe.jsonl").write_text(text)
+    compare(tmp_path / "runs", "--out", tmp_path / "report.html")
+    page = open_page(tmp_path / "report.html")
+    page.evaluate("drawAll()")
+    problems = page.evaluate("""() => {
+        const found = [];
+        for (const select of document.querySelectorAll("select.quantity")) {
+            for (const { value } of [...select.options]) {
+                select.value = value;
+                select.onchange();
+                const figure = select.closest("figure"), plot = figure.querySelector(".plot");
+                const box = plot.getBoundingClientRect();
+                if (!plot.data.length) found.push([value, "empty"]);
+                if (/NaN|undefined|n\\/a|not known/.test(figure.innerText)) found.push([value, figure.innerText]);
+                for (const title of figure.querySelectorAll(".xtitle, .ytitle, .annotation-text")) {
+                    const at = title.getBoundingClientRect();
+                    const inside = at.top >= box.top - 1 && at.bottom <= box.bottom + 1 && at.left >= box.left - 1;
+                    if (!inside) found.push([value, "cut off: " + title.textContent]);
+                }
+            }
+        }
+        return found;
+    }""")
+    assert problems == []
 
 
 def test_names_with_markup_are_shown_as_text(tmp_path, open_page):

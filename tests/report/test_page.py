@@ -13,6 +13,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
 from synthetic_runs import write_run, write_sweep
 
 from polarlm.errors import UserError
@@ -141,3 +142,27 @@ def test_every_asset_is_under_version_control_and_so_in_the_wheel():
     ignored = subprocess.run(["git", "check-ignore", *map(str, assets)], cwd=root, capture_output=True, text=True)
     assert {"page.html", "page.css", *page.SCRIPTS} == {path.name for path in assets}
     assert ignored.stdout == ""
+
+
+def test_every_quantity_of_the_probe_is_called_by_words():
+    from polarlm.attention import PolarAttention, RobustFilterAttention
+    from polarlm.diagnostics import run_probe
+    from polarlm.model import GPT, GPTConfig
+    from polarlm.report.quantities import QUANTITIES
+
+    for mixer in (PolarAttention, RobustFilterAttention):
+        model = GPT(GPTConfig(vocab_size=9, context=8, d_model=8, n_layer=1, n_head=2), mixer)
+        probe = run_probe(model, torch.arange(8).reshape(1, 8))
+        names = {name.rpartition("/")[2] for name in [*probe.values, *probe.profiles]}
+        assert names - QUANTITIES.keys() == set()
+
+
+def test_settings_that_only_one_block_has_are_folded_away(tmp_path):
+    own = {f"block.{name}": 1.0 for name in ("alpha", "beta", "nu_t", "mu", "tau")}
+    write_run(tmp_path / "runs" / "a", "standard", 1, changes={"block.qk_norm": False, "optim.lr": 1e-3})
+    write_run(tmp_path / "runs" / "b", "polar", 1, changes={"block.qk_norm": True, "optim.lr": 2e-3, **own})
+    compare(tmp_path / "runs", "--out", tmp_path / "report.html")
+    section = (tmp_path / "report.html").read_text().partition('id="configuration"')[2].partition("</section>")[0]
+    open_part, _, folded = section.partition("<details>")
+    assert "optim.lr" in open_part and "block.qk_norm" in open_part and "block.alpha" not in open_part
+    assert "7 settings that only some of the blocks have" in folded and "block.alpha" in folded

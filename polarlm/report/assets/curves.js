@@ -111,7 +111,7 @@ const byValue = (ends) => [...ends].sort((a, b) => a.value - b.value);
 const digits = (v) => Number(v.toPrecision(4)).toString();
 
 FIGURES.bits = () => curveFigure("val", "bits per byte", (run) => run.val.bpb,
-  (ends, verb) => `Validation ${verb} bits per byte of: ` + perGroup(byValue(ends), digits),
+  (ends, verb) => `Validation bits per byte ${verb}: ` + perGroup(byValue(ends), digits),
   "Bits per byte does not depend on the tokenizer. During training part of the validation split is used, at the end all of it.");
 
 FIGURES.perplexity = () => curveFigure("val", "perplexity", (run) => run.val.loss.map((v) => (v === null ? null : Math.exp(v))),
@@ -169,6 +169,6 @@ FIGURES.value = () => {
       hovertemplate: `%{y:.4g} at %{x:.3s}<extra>${plain(DATA.groups[g].label)}, mean</extra>` });
   }
   const name = costs.find(([c]) => c === cost)[1];
-  return traces.length ? { title: `Final loss against ${name}`, note: `${DATA.metric}; diamonds are means over seeds. Lower left is better.`, groups: drawn, traces,
+  return traces.length ? { title: `Final ${DATA.unit} against ${name}`, note: `On the whole ${DATA.split} split; each dot is a run, diamonds are means over seeds. Lower left is better.`, groups: drawn, traces,
     layout: { xaxis: { title: { text: name }, exponentformat: "SI", nticks: 6, ...padded(traces) }, yaxis: { title: { text: DATA.unit } } } } : null;
 };

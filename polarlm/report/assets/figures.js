@@ -5,6 +5,7 @@ const FIGURES = {};      // id → () => { title, note, groups, traces, layout, 
 const inView = new Set();
 const stale = new Set();
 const LONGEST_KEY = 12;
+const LONGEST_TITLE = 38;  // characters beside a plot
 
 function redraw() {
   remember();
@@ -25,9 +26,18 @@ function render(id) {
   const onPaper = document.documentElement.classList.contains("printing");
   if (made && made.height) plot.style.height = (onPaper ? 0.7 : 1) * made.height + "px";
   const layout = made ? frame(made.layout) : frame({ xaxis: { visible: false }, yaxis: { visible: false } });
-  if (onPaper) Object.assign(layout, { width: plot.clientWidth, height: plot.clientHeight });
+  if (onPaper) Object.assign(layout, { width: plot.clientWidth, height: plot.clientHeight }, smallPrint(layout));
   return Plotly.react(plot, made ? made.traces : [], layout, { displaylogo: false, responsive: true, modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] })
     .then(() => { plot.dataset.drawn = made ? made.traces.length : 0; });
+}
+
+// Paper has half the width of a screen: axis titles must not be longer than the axes.
+function smallPrint(layout) {
+  const small = (axis) => ({ ...axis, tickfont: { ...axis.tickfont, size: 8.5 }, title: { ...axis.title, font: { ...axis.title.font, size: 9 } } });
+  const axes = Object.entries(layout).filter(([name]) => /^[xy]axis\d*$/.test(name)).map(([name, axis]) => [name, small(axis)]);
+  if (layout.coloraxis) axes.push(["coloraxis", { ...layout.coloraxis, colorbar: small(layout.coloraxis.colorbar) }]);
+  const annotations = (layout.annotations || []).map((note) => ({ ...note, font: { ...note.font, size: 10 } }));
+  return { ...Object.fromEntries(axes), annotations };
 }
 
 const AXIS = () => ({
@@ -35,15 +45,23 @@ const AXIS = () => ({
   tickfont: { color: ink.soft, size: 11 },
 });
 
+// An upright title longer than its axis would be cut off.
+function twoLines(text) {
+  const middle = text.lastIndexOf(" ", LONGEST_TITLE);
+  return text.length > LONGEST_TITLE && middle > 0 ? `${text.slice(0, middle)}<br>${text.slice(middle + 1)}` : text;
+}
+
 function frame(layout) {
   const framed = {
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 72, r: 12, t: 12, b: 42 }, showlegend: false,
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 80, r: 12, t: 26, b: 42 }, showlegend: false,
     font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: ink.text }, hovermode: "closest",
     hoverlabel: { bgcolor: ink.raised, bordercolor: ink.line, font: { color: ink.text, size: 12 }, align: "left" },
     modebar: { bgcolor: "rgba(0,0,0,0)", color: ink.line, activecolor: ink.soft },
   };
   for (const [name, value] of Object.entries(layout)) {
-    framed[name] = /^[xy]axis\d*$/.test(name) ? { ...AXIS(), ...value, title: { font: { size: 12, color: ink.soft }, standoff: 8, ...value.title } } : value;
+    const title = { font: { size: 12, color: ink.soft }, standoff: 8, ...value.title };
+    if (/^yaxis/.test(name) && title.text) title.text = twoLines(title.text);
+    framed[name] = /^[xy]axis\d*$/.test(name) ? { ...AXIS(), ...value, title } : value;
   }
   return framed;
 }
@@ -65,7 +83,8 @@ function short(value) {
   for (const [unit, letter] of [[1e18, "E"], [1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]]) {
     if (size >= unit) return Number((value / (letter === "k" ? 1e3 : unit)).toPrecision(3)) + " " + letter;
   }
-  return String(Number(value.toPrecision(3))).replace("-", "−");
+  const digits = size && size < 1e-3 ? Number(value.toPrecision(3)).toExponential() : String(Number(value.toPrecision(3)));
+  return digits.replaceAll("-", "−");
 }
 
 // "standard 1.2, polar 1.1", or the spread when there are too many to read.
@@ -99,5 +118,5 @@ function choose(id, kind, options, fallback) {
 }
 
 const quantity = (name) => DATA.quantities[name] || { title: name, axis: name };
-// The paper's symbols keep their letters: μ is not M.
-const sentence = (text) => (/^[a-z]/.test(text) ? text.charAt(0).toUpperCase() + text.slice(1) : text);
+// The paper's symbols keep their letters: m∞ is not M∞.
+const sentence = (text) => (/^[a-z]{2}/.test(text) ? text.charAt(0).toUpperCase() + text.slice(1) : text);

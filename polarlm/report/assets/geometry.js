@@ -7,6 +7,8 @@ const finalMean = (g, name) => { const found = DATA.diagnostics[g].final[name]; 
 const dimensions = (value) => (Array.isArray(value) ? 1 + dimensions(value[0]) : 0);
 const having = (wanted) => named("final").filter((name) => DATA.diagnostics.some((d) => d && d.final[name] && dimensions(d.final[name].mean) === wanted));
 const options = (names) => names.map((value) => ({ value, text: `${value.split("/")[0]}: ${quantity(value).title}` }));
+// A sentence for a reader who has not met the quantity, then how it was measured.
+const explained = (name, note) => [quantity(name).meaning, note].filter(Boolean).join(" ");
 // Deeper layers and later heads are stronger in colour.
 const shade = (g, i, n) => mix(ink.groups[g], ink.paper, n > 1 ? 0.65 * (1 - i / (n - 1)) : 0);
 
@@ -31,7 +33,7 @@ FIGURES.depth = () => {
   if (!traces.length) return null;
   const title = name === "radial/residual_rms" ? "The residual stream grows from the first to the last layer: " + perGroup(growth, (v) => short(v) + "×")
     : `${sentence(quantity(name).title)} at the last layer: ` + perGroup(ends);
-  return { title, note: "At the newest probe, mean over tokens and seeds" + (state.band !== "none" ? "; band: range of seeds." : "."), groups: drawn, traces,
+  return { title, note: explained(name, "At the newest probe, mean over tokens and seeds" + (state.band !== "none" ? "; band: range of seeds." : ".")), groups: drawn, traces,
     layout: { uirevision: name + state.logY, xaxis: { title: { text: embedding ? "after layer (0 = embedding)" : "layer" }, ...wholeTicks(traces) },
       yaxis: { title: { text: quantity(name).axis }, type: state.logY ? "log" : "linear" } } };
 };
@@ -58,7 +60,7 @@ FIGURES.growth = () => {
     if (!x || !y) continue;
     const last = x.length - 1, fill = x.map((_, i) => shade(g, i, x.length));
     traces.push({ type: "scatter", mode: "markers+text", x, y, meta: { group: g }, text: x.map((_, i) => (i === 0 || i === last ? String(i) : "")),
-      textposition: "top center", textfont: { size: 10, color: ink.soft }, marker: { size: 9, color: fill, line: { width: 1, color: ink.groups[g] } },
+      textposition: "top center", cliponaxis: false, textfont: { size: 10, color: ink.soft }, marker: { size: 9, color: fill, line: { width: 1, color: ink.groups[g] } },
       hovertemplate: `predicted %{x:.3g}, measured %{y:.3g}<extra>${plain(DATA.groups[g].label)}, layer %{pointNumber}</extra>` });
     drawn.push(g);
     all.push(...x, ...y);
@@ -69,8 +71,8 @@ FIGURES.growth = () => {
   traces.unshift({ type: "scatter", mode: "lines", x: [from, to], y: [from, to], line: { color: ink.soft, width: 1, dash: "dot" }, hoverinfo: "skip", meta: {} });
   const known = fits.filter((f) => Number.isFinite(f.slope)).slice(0, 4);
   return {
-    title: known.length ? "Measured on predicted growth, slope (R²): " + known.map((f) => `${DATA.groups[f.group].label} ${short(f.slope)} (${short(f.r2)})`).join(", ") : "Measured against predicted growth",
-    note: "One point per layer (first and last numbered, deeper is stronger); dotted: measured = predicted. Slope and R² are fitted over tokens, then averaged over layers.",
+    title: known.length ? "Slope of measured on predicted growth (R²): " + known.map((f) => `${DATA.groups[f.group].label} ${short(f.slope)} (${short(f.r2)})`).join(", ") : "Measured against predicted growth",
+    note: explained(name, "One point per layer (first and last numbered, deeper is stronger); dotted: measured = predicted." + (slope ? " Slope and R² are fitted over tokens, then averaged over layers." : "")),
     groups: drawn, traces,
     layout: { xaxis: { title: { text: quantity(predicted).axis } }, yaxis: { title: { text: quantity(name).axis } } },
   };
@@ -102,7 +104,7 @@ FIGURES.heat = () => {
   });
   const spreads = groups.map((g) => { const values = flat(finalMean(g, name)); return { group: g, value: highest(values) - lowest(values) }; });
   return { title: `${sentence(quantity(name).title)} differs between heads by up to: ` + perGroup(spreads), traces, layout, height: 60 + 230 * rows,
-    note: "By layer and head at the newest probe, mean over tokens and seeds." + (probed().length > MOST_MAPS ? ` The first ${MOST_MAPS} shown groups.` : "") };
+    note: explained(name, "By layer and head at the newest probe, mean over tokens and seeds." + (probed().length > MOST_MAPS ? ` The first ${MOST_MAPS} shown groups.` : "")) };
 };
 
 // One line per group, per layer, or per head of one layer; `read(g)` gives [layer][head][x].
@@ -139,12 +141,13 @@ FIGURES.lag = () => {
   const isLog = /log_/.test(name);
   const change = groups.map((g, i) => {
     const from = profile(g).x.findIndex((lag) => lag > 0), at = (k) => mean(cubes[i].flat().map((y) => y.at(k)));
-    return { group: g, value: isLog ? Math.exp(at(from) - at(-1)) : at(-1) / at(from) };
+    return { group: g, value: isLog ? Math.exp(at(-1) - at(from)) : at(-1) / at(from) };
   });
   const symbol = quantity(name).title.replace(/^log /, ""), farthest = profile(groups[0]).x.at(-1);
-  return { groups, traces, note: "At the newest probe, mean over queries and seeds; deeper layers are stronger.",
-    title: isLog ? `${symbol} falls from lag 1 to ${farthest} by a factor of: ` + perGroup(change) : `${sentence(symbol)} at lag ${farthest} relative to lag 1: ` + perGroup(change),
-    layout: { uirevision: name, xaxis: { title: { text: profile(groups[0]).xlabel + " (tokens)" }, type: "log", dtick: "D2" }, yaxis: { title: { text: quantity(name).axis } } } };
+  const doublings = Array.from({ length: 1 + Math.floor(Math.log2(Math.max(1, farthest))) }, (_, n) => 2 ** n);
+  return { groups, traces, note: explained(name, "At the newest probe, mean over queries and seeds; deeper layers are stronger."),
+    title: `${sentence(symbol)} at lag ${farthest} relative to lag 1: ` + perGroup(change, (v) => short(v) + "×"),
+    layout: { uirevision: name, xaxis: { title: { text: profile(groups[0]).xlabel + " (tokens)" }, type: "log", tickvals: doublings }, yaxis: { title: { text: quantity(name).axis } } } };
 };
 
 // The quantity that training moved most, relative to where it started.
@@ -170,8 +173,11 @@ FIGURES.trajectory = () => {
   });
   const lines = lineChoices("trajectory", cubes);
   const traces = groups.flatMap((g, i) => cubeLines(g, cubes[i], DATA.diagnostics[g].tokens, lines, " tokens"));
-  const moves = groups.slice(0, 4).map((g, i) => `${DATA.groups[g].label} ${short(mean(cubes[i].flat().map((y) => y[0])))} → ${short(mean(cubes[i].flat().map((y) => y.at(-1))))}`);
+  const moves = groups.slice(0, 4).map((g, i) => {
+    const [from, to] = [0, -1].map((k) => short(mean(cubes[i].flat().map((y) => y.at(k)))));
+    return DATA.groups[g].label + (from === to ? ` stays at ${to}` : ` ${from} → ${to}`);
+  });
   return { title: `${sentence(quantity(name).title)} over training` + (groups.length > 4 ? "" : ": " + moves.join(", ")), groups, traces,
-    note: "Over training, mean over seeds; deeper layers (later heads) are stronger.",
+    note: explained(name, "Mean over seeds; deeper layers (later heads) are stronger."),
     layout: { uirevision: name + state.logY, xaxis: { title: { text: AXES.tokens }, exponentformat: "SI" }, yaxis: { title: { text: quantity(name).axis }, type: state.logY ? "log" : "linear" } } };
 };
