@@ -10,7 +10,7 @@ we (a Gaussian residual then has s/dim near 2). Student-t takes nu = nu_t * dim:
 
 `student` is the paper's, and what its logits use: the weight is a power of the Student-t density. It is not the weight
 that maximising a Student-t likelihood gives; that one is `student_mle`, which discards far less of an honest
-observation (tests/geometry/test_robust.py; docs/rt_filter.md has the difference in degrees).
+observation (tests/geometry/test_influence.py; docs/rt_filter.md has the difference in degrees).
 """
 
 from __future__ import annotations

@@ -116,6 +116,7 @@ def test_k13_query_norm_cannot_be_dropped(seed):
     """E12: ||q||^2 leaves the softmax only for the exponential kernel with one kappa_tilde for all keys."""
     q, k = 2.0 * unit(seed, 1, 6), positive(seed + 2, 5, 1) * unit(seed + 1, 5, 6)
     full = squared_chord(q, k)
+    torch.testing.assert_close(full, (q - k).square().sum(-1).unsqueeze(0))
     dropped = full - q.square().sum()
     constant, varied = torch.full((1, 5), 0.7, dtype=q.dtype), positive(seed + 3, 1, 5)
 
@@ -134,11 +135,13 @@ def test_k13_query_norm_cannot_be_dropped(seed):
 def test_r3_gaussian_limit_of_the_radial_weights(seed):
     """E1: with exponent nu_r + 1 the limit is exp(-d_r^2); with Algorithm 1's exponent 1 it is rho alone."""
     lag, d_r2 = torch.arange(5, dtype=torch.float64), positive(seed, 5)
-    rho = log_rho(lag, mu=0.2, eta_k2=0.3, sigma02=0.2)
-    full, _ = estimation_weights(rho, student_log_weight(d_r2, 1e9, 1.0))
-    torch.testing.assert_close(full, torch.softmax(rho - d_r2, -1), atol=1e-7, rtol=0)
-    printed, _ = estimation_weights(rho, power_law_log_weight(d_r2, 1e9, 1.0))
-    torch.testing.assert_close(printed, torch.softmax(rho, -1), atol=1e-7, rtol=0)
+    log_precision = log_rho(lag, mu=0.2, eta_k2=0.3, sigma02=0.2)
+    rho = 1 / (0.3 * torch.exp(-0.4 * lag) + 0.2)
+    full, _ = estimation_weights(log_precision, student_log_weight(d_r2, 1e9, 1.0))
+    gaussian = rho * torch.exp(-d_r2)
+    torch.testing.assert_close(full, gaussian / gaussian.sum(), atol=1e-7, rtol=0)
+    printed, _ = estimation_weights(log_precision, power_law_log_weight(d_r2, 1e9, 1.0))
+    torch.testing.assert_close(printed, rho / rho.sum(), atol=1e-7, rtol=0)
     assert (full - printed).abs().max() > 1e-3
 
 

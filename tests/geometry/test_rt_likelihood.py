@@ -82,6 +82,9 @@ def test_g4_complex_projector_makes_the_statement_vacuous(seed):
         return sum(decoupling_error(m, u, x[j : j + 1], variance[j], "complex").abs() for j in range(S))
 
     assert abs(order_of(remainder, (1e-3, 3e-4, 1e-4)) - 2) < 0.2
+    x = neighbours(seed + 3, 1e-5, m, u)
+    phase = (correlation(u, x, "complex").imag ** 2 / variance).sum()
+    torch.testing.assert_close(remainder(1e-5), phase, rtol=1e-3, atol=0)
 
 
 @for_all_seeds
