@@ -32,7 +32,7 @@ def mixer_and_rotary(model, length: int):
     return mixer, rotary_tables(positions, mixer.rotary_dim, dtype=model.embedding.weight.dtype)
 
 
-@pytest.mark.parametrize("length", [1, 2, 13])
+@pytest.mark.parametrize("length", [0, 1, 2, 13])
 @pytest.mark.parametrize("kv_heads", [None, 2])
 def test_maps_tokens_to_finite_logits_at_any_length(build, length, kv_heads):
     model = build(n_kv_head=kv_heads)

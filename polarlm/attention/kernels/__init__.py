@@ -67,6 +67,8 @@ def robust_attention(
     )
     streamable = obstacle_to_streaming(return_weights, radial_mode, decay_values, residual_form)
     fusable = streamable if return_weights or residual_form == "dot" else triton_obstacle(q, dropout, radial_mode)
+    if not q.numel():
+        backend = "reference"  # the fast ways divide by the length, torch's own in C
     with torch.autocast(q.device.type, enabled=False):
         if backend == "auto":
             asked = return_weights or radial_mode == "shared"  # for weights, which torch's kernel keeps to itself
