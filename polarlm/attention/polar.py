@@ -33,6 +33,7 @@ from polarlm.attention.kernels import (
     check_residual_form,
     robust_attention,
 )
+from polarlm.attention.lean import on_sphere, rotate
 from polarlm.attention.mixer import (
     INIT_STD,
     KeyValueCache,
@@ -44,9 +45,9 @@ from polarlm.attention.mixer import (
     residual_std,
     split_heads,
 )
-from polarlm.attention.robust import on_sphere, record_estimate, robust_flops
+from polarlm.attention.robust import record_estimate, robust_flops
 from polarlm.errors import UserError
-from polarlm.geometry import project, rotate
+from polarlm.geometry import project
 from polarlm.geometry.multihead import PROJECTIONS, Projection
 
 DIRECTIONAL = ("nu_t", "eta_tq", "eta_tk", "sigma_t0", "m_inf", "mu", "tau", "radius", "alpha")

@@ -1,4 +1,4 @@
-"""What the filtering blocks (RFA, Polar) share around `robust_attention`: the sphere, the record, the cost."""
+"""What the filtering blocks (RFA, Polar) share around `robust_attention`: the record and the cost."""
 
 from __future__ import annotations
 
@@ -11,15 +11,6 @@ from polarlm.geometry.precision import log_kappa, log_kappa_tilde
 
 # Element-wise work per query-key pair and head: two precisions, the residual, the kernel and its logarithm.
 LOGIT_FLOPS = 16
-# Only keeps the zero vector finite: a fresh un-normalised stream is small but meaningful.
-SPHERE_EPS = 1e-12
-
-
-def on_sphere(x: Tensor, radius: Tensor | float) -> tuple[Tensor, Tensor]:
-    """RMS magnitude (..., 1) of the last axis, and x at per-channel RMS `radius`; fp32 or better inside."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    square = wide.square().mean(-1, keepdim=True) + SPHERE_EPS
-    return square.sqrt(), (wide * (torch.rsqrt(square) * radius)).to(x.dtype)
 
 
 def record_estimate(record: Record, output: AttentionOutput, noise: DirectionalNoise, magnitude: Tensor | None) -> None:

@@ -21,6 +21,7 @@ from polarlm.attention.estimator import (
     refuse_noiseless,
 )
 from polarlm.attention.kernels import KERNELS, DirectionalNoise, robust_attention
+from polarlm.attention.lean import on_sphere, rotate
 from polarlm.attention.mixer import (
     INIT_STD,
     KeyValueCache,
@@ -33,8 +34,7 @@ from polarlm.attention.mixer import (
     residual_std,
     split_heads,
 )
-from polarlm.attention.robust import on_sphere, record_estimate, robust_flops
-from polarlm.geometry import rotate
+from polarlm.attention.robust import record_estimate, robust_flops
 
 PARAMETERS = ("nu", "eta_q", "eta_k", "sigma_0", "sigma_process", "mu", "tau")
 # Shares of a matched total variance: RFA starts "integrative", with measurement noise above process and floor.

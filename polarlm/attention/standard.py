@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from polarlm.attention.lean import rotate
 from polarlm.attention.mixer import (
     KeyValueCache,
     Mixer,
@@ -19,7 +20,6 @@ from polarlm.attention.mixer import (
     split_heads,
     visible,
 )
-from polarlm.geometry import rotate
 
 
 class StandardAttention(Mixer):

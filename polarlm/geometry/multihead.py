@@ -32,14 +32,14 @@ def project(v: Tensor, v_bar: Tensor, log_evidence: Tensor | None = None, mode: 
 
 def project_per_head(v: Tensor, v_bar: Tensor) -> Tensor:
     """XSA: every head's v_bar_h without its component along v_h."""
-    return v_bar - v * (_dot(v, v_bar) / _floor(_dot(v, v)))
+    return torch.addcmul(v_bar, v, _dot(v, v_bar) / _floor(_dot(v, v)), value=-1)
 
 
 def project_global(v: Tensor, v_bar: Tensor) -> Tensor:
     """P_T(v) v_bar with the whole vector: one component removed over all heads together (Eq. rt_transformer_update)."""
     along = _dot(v, v_bar).sum(-2, keepdim=True)
     squared_radius = _dot(v, v).sum(-2, keepdim=True)
-    return v_bar - v * (along / _floor(squared_radius))
+    return torch.addcmul(v_bar, v, along / _floor(squared_radius), value=-1)
 
 
 def project_evidence(v: Tensor, v_bar: Tensor, log_evidence: Tensor) -> Tensor:
@@ -48,18 +48,18 @@ def project_evidence(v: Tensor, v_bar: Tensor, log_evidence: Tensor) -> Tensor:
     Minimises sum_h P_h ||Delta_h - delta_h||^2 subject to sum_h <v_h, Delta_h> = 0, with delta = v_bar - v:
     Delta_h = delta_h - <v, delta> (1/P_h) / (sum_h' r_h'^2 / P_h') v_h. Heads with little evidence pay for tangency.
     """
-    delta = v_bar - v  # not v_bar: the two differ as soon as heads differ in evidence (test H5)
-    along = _dot(v, delta).sum(-2, keepdim=True)
-    shares = correction_shares(v, log_evidence).unsqueeze(-1)
-    return delta - v * (along * shares / _floor(_dot(v, v)))
+    squared_radius = _dot(v, v)
+    # delta, not v_bar: the two differ as soon as heads differ in evidence (test H5).
+    along = (_dot(v, v_bar) - squared_radius).sum(-2, keepdim=True)
+    shares = correction_shares(squared_radius.squeeze(-1), log_evidence).unsqueeze(-1)
+    return torch.addcmul(v_bar, v, 1 + along * shares / _floor(squared_radius), value=-1)  # delta is never formed
 
 
-def correction_shares(v: Tensor, log_evidence: Tensor) -> Tensor:
+def correction_shares(squared_radius: Tensor, log_evidence: Tensor) -> Tensor:
     """How much of <v, delta> each head gives up: (r_h^2/P_h) / sum_h' r_h'^2/P_h' (..., H), summing to one.
 
     A softmax, so only differences of log evidence matter and no evidence is too large or too small.
     """
-    squared_radius = _dot(v, v).squeeze(-1)
     floored = _floor(squared_radius)
     logits = floored.log() - log_evidence
     # A head with nothing in it cannot contribute to <v, Delta>, however little evidence it has.
@@ -68,7 +68,7 @@ def correction_shares(v: Tensor, log_evidence: Tensor) -> Tensor:
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return (a * b).sum(-1, keepdim=True)
+    return torch.linalg.vecdot(a, b).unsqueeze(-1)
 
 
 def _floor(squared_norm: Tensor) -> Tensor:

@@ -88,11 +88,11 @@ def test_h4_only_differences_of_log_evidence_matter(seed):
 def test_h5_delta_may_not_be_replaced_by_the_consensus(seed):
     """E15: P_T forgives v_bar for v_bar - v, Prop. 5 does not once evidence differs."""
     v, v_bar, log_evidence = draw(seed)
-    shares = correction_shares(v, log_evidence).unsqueeze(-1) / v.square().sum(-1, keepdim=True)
+    shares = correction_shares(v.square().sum(-1), log_evidence).unsqueeze(-1) / v.square().sum(-1, keepdim=True)
     wrong = v_bar - v * (v * v_bar).sum((-1, -2), keepdim=True) * shares
     assert (wrong - project(v, v_bar, log_evidence, "evidence")).abs().max() > 1e-3
     equal = torch.zeros_like(log_evidence)
-    shares = correction_shares(v, equal).unsqueeze(-1) / v.square().sum(-1, keepdim=True)
+    shares = correction_shares(v.square().sum(-1), equal).unsqueeze(-1) / v.square().sum(-1, keepdim=True)
     torch.testing.assert_close(
         v_bar - v * (v * v_bar).sum((-1, -2), keepdim=True) * shares, project(v, v_bar, equal, "evidence")
     )
@@ -101,7 +101,7 @@ def test_h5_delta_may_not_be_replaced_by_the_consensus(seed):
 def test_the_head_with_least_evidence_pays_most():
     v = torch.ones(H, W, dtype=torch.float64)
     log_evidence = torch.tensor([0.0, 1.0, 2.0, 3.0], dtype=torch.float64)
-    shares = correction_shares(v, log_evidence)
+    shares = correction_shares(v.square().sum(-1), log_evidence)
     assert (shares.diff() < 0).all()
     torch.testing.assert_close(shares.sum(), torch.tensor(1.0, dtype=torch.float64))
     torch.testing.assert_close(shares[0] / shares[1], torch.tensor(1.0, dtype=torch.float64).exp())

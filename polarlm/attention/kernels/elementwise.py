@@ -9,7 +9,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .lag_tables import FLOOR, KAPPA, KAPPA_QUERY, OWN, windows
+from .lag_tables import (
+    DECAY_1,
+    DECAY_2,
+    FLOOR,
+    FLOOR_1,
+    FLOOR_2,
+    KAPPA,
+    KAPPA_QUERY,
+    KEY_1,
+    KEY_2,
+    LAG,
+    OWN,
+    windows,
+)
 from .noise import MAX_QUERY_PRECISION
 
 LOG2_E = 1.4426950408889634
@@ -71,63 +84,57 @@ def weights_chunk(logits, decayed, top, m2, tables):
 
 
 def backward_chunk(
-    dots, d_weights, out, q2, k2, m2, shape, log_evidence, delta, same_document, tables,
+    dots, d_weights, d_dots, own, d_k2, q2, k2, m2, shape, log_evidence, delta, same_document, tables, slopes,
     *, half, kernel, decay_keys, decay_values,
 ):  # fmt: skip
     """Gradients of one chunk, recomputed from its dot products.
 
-    Fills the matrices of `out` (those of `backward_matrices`); summing them is left to the caller: a loop without sums
-    stays one loop, and each sum costs one more reading.
+    Returns the weights that multiply dO (for ∂v), per query Σ_j ∂R², and sums over keys by name: `shape` for ν or τ,
+    the others for `noise_gradient`. Fills `d_dots`, `own` (with a magnitude; its sum over queries is m_j² ∂m_j²) and
+    `d_k2` (with decaying keys; otherwise −½ d_dots).
     """
-    at_lag = windows(tables, dots.shape[-1])
+    at_lag, slope = windows(tables, dots.shape[-1]), windows(slopes, dots.shape[-1])
     n, capped, free, r2, y, G = _scores(dots, q2, k2, m2, shape, same_document, at_lag, half, kernel, decay_keys)
-    weights = exp(G - log_evidence[..., None])
+    # torch.exp, not `exp`: inductor writes a reused exponential to memory at once, and with a store before them all the
+    # sums below share its loop. (A store after the sums would get a loop of its own, with everything computed again.)
+    weights = torch.exp(G - log_evidence[..., None])
     if n is not None:
         weights = n * weights
     decay = at_lag[-1] if decay_keys or decay_values else None
     applied = weights * decay if decay_values else weights
     g = applied * d_weights - weights * delta[..., None]  # ∂L = A(∂A − Σ_j A ∂A + ∂ log-evidence)
-    out["applied"].copy_(applied)
+    sums = {"g_floor": (g * slope[FLOOR_1]).sum(-1), "g_key": (g * slope[KEY_1]).sum(-1)}
+    sums["g_decay"] = (g * slope[DECAY_1]).sum(-1)
 
     d_decay = applied * d_weights if decay_values else None
-    gated = torch.zeros_like(g)
+    gated, q2_sum = torch.zeros_like(g), None  # gated: −∂/∂log κ̃
     if kernel != "gaussian":
         inverse = (1 / shape)[:, None, None]
         if kernel == "student":
             g_slope = g * ((shape + 1)[:, None, None] / (1 + y))  # −∂/∂y
-            out["shape"].copy_(g_slope * y * inverse - g * log1p(y))
+            sums["shape"] = (g_slope * y * inverse - g * log1p(y)).sum(-1)
         else:
             g_slope = g
-            out["shape"].copy_(g * y * inverse)
+            sums["shape"] = (g * y * inverse).sum(-1)
         d_r2 = torch.where(r2 >= 0, -g_slope * capped * inverse, 0)
+        q2_sum = d_r2.sum(-1)
         gated = torch.where(free <= MAX_QUERY_PRECISION / half, g_slope * y, 0)
+        sums["gated_floor"] = (gated * slope[FLOOR_2]).sum(-1)
+        sums["gated_key"] = (gated * slope[KEY_2]).sum(-1)
+        sums["gated_decay"] = (gated * slope[DECAY_2]).sum(-1)
         if decay_keys:
             d_decay_keys = 2 * d_r2 * decay * (decay * k2[..., None, :] - dots)
             d_decay = d_decay_keys if d_decay is None else d_decay + d_decay_keys
-            out["d_r2"].copy_(d_r2)
-            out["d_k2"].copy_(d_r2 * decay * decay)
-            out["d_dots"].copy_(-2 * d_r2 * decay)
+            d_k2.copy_(d_r2 * decay * decay)
+            d_dots.copy_(-2 * d_r2 * decay)
         else:
-            out["d_dots"].copy_(-2 * d_r2)
-    out["gated"].copy_(gated)
-    if n is None:
-        out["g"].copy_(g)
-    else:
+            d_dots.copy_(-2 * d_r2)
+    if n is not None:
         rest = (g - gated) / n
-        out["own"].copy_(rest * m2[:, None, None, :] * at_lag[OWN])
-        out["floor"].copy_(rest * at_lag[FLOOR])
+        found = rest * m2[:, None, None, :] * at_lag[OWN]
+        own.copy_(found)
+        sums["own_lag"] = (found * slope[LAG]).sum(-1)
+        sums["floor"] = (rest * at_lag[FLOOR]).sum(-1)
     if d_decay is not None:
-        out["decay"].copy_(d_decay)
-
-
-def backward_matrices(kernel: str, magnitude: bool, decay_keys: bool, decay_values: bool) -> list[str]:
-    """What `backward_chunk` fills, (B,H,C,K) each.
-
-    `applied`: weights that multiply dO; `d_dots`: ∂/∂(q·k); `d_r2`, `d_k2`: ∂R² and its share of ‖k‖² where they are not
-    −½ ∂/∂(q·k); `shape`: of ν or τ. Summed along lags, gradients of the log-tables: `g` of t1, `gated` of −log t2,
-    `own` and `floor` of a and b (g = gated + own + floor), `decay` of log E.
-    """
-    names = ["applied", "gated", *(["own", "floor"] if magnitude else ["g"])]
-    names += [] if kernel == "gaussian" else ["d_dots", "shape"]
-    names += ["d_r2", "d_k2"] if decay_keys else []
-    return names + (["decay"] if decay_keys or decay_values else [])
+        sums["decay_lag"] = (d_decay * slope[LAG]).sum(-1)
+    return applied, q2_sum, sums

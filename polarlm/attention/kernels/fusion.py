@@ -14,8 +14,10 @@ from torch.fx.experimental import _config as symbolic_shapes
 # which compiling costs more than fusion saves: tests, decoding, toys. 2**27 is 2 million pairs of 64 channels.
 WORTH_COMPILING = 2**27
 
-# Everything of a chunk belongs into one loop: by default inductor writes long expressions to memory and reads them back.
-ONE_LOOP = {"realize_opcount_threshold": 10_000, "realize_reads_threshold": 1_000, "realize_acc_reads_threshold": 1_000}
+# A chunk is to be one loop: by default inductor writes long expressions to memory and reads them back.
+ONE_LOOP = {f"realize_{what}_threshold": 10_000 for what in ("opcount", "reads", "acc_reads")}
+# Equal sizes in the first call are chance: they must not become a guard.
+INDEPENDENT_SIZES = symbolic_shapes.patch(use_duck_shape=False)
 
 _broken: str | None = None  # why the compiler cannot be used, once that is known
 
@@ -45,8 +47,7 @@ def _bound(function: Callable, compile_it: bool, switches: tuple) -> Callable:
         if _broken is not None:
             return eager(*tensors)
         try:
-            # Equal sizes in the first call are chance: they must not become a guard.
-            with symbolic_shapes.patch(use_duck_shape=False):
+            with INDEPENDENT_SIZES:
                 return compiled(*tensors)
         except Exception as error:  # the compiler's errors have no common base class
             _broken = f"{type(error).__name__}: {str(error).splitlines()[0]}"

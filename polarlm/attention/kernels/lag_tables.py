@@ -4,7 +4,7 @@ With n_ij = m_j² a + b the numerator of κ is s·n (a = E²/s, b = m∞²/s, s 
     κ  = n · e^{t1},  t1 = log s − log(η_k²E² + σ0² [+ σ̃²(1−E²)])
     κ̃/d_h = n · t2, log t2 = log s − log(… + η_q²) − log d_h
 The split keeps n of the order of m² at every lag, also where E² underflows or a floor is zero. The tables are made
-with ordinary differentiable operations; a backend only returns the gradient of each table.
+with ordinary differentiable operations.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from .reference import log_or_minus_infinity, log_variance
 
 # Rows of a stack of log-tables.
 KAPPA, KAPPA_QUERY, OWN, FLOOR = range(4)
+# Rows of the slope tables: derivatives of log V by the floor, by η_k² and (per unit of η_k² − σ̃²) by −2μ, where V is
+# the variance of κ (1) or of κ̃ (2); then the lag itself.
+FLOOR_1, KEY_1, DECAY_1, FLOOR_2, KEY_2, DECAY_2, LAG = range(7)
+LARGEST_SLOPE = 60.0  # log: a floor of exactly 0 has no finite derivative at long lags, and none is learned there
 
 
 def directional_tables(noise: DirectionalNoise, lags: int, half: float, magnitude: bool, decay: bool, dtype) -> Tensor:
@@ -42,6 +46,44 @@ def directional_tables(noise: DirectionalNoise, lags: int, half: float, magnitud
     return torch.stack(torch.broadcast_tensors(*rows))
 
 
+def slope_tables(noise: DirectionalNoise, lags: int, dtype) -> Tensor:
+    """Derivatives of log V = log(η_k²E² + floor² + σ̃²(1−E²)) per lag, (7, H, lags): 1/V, E²/V, Δ·E²/V twice, and Δ."""
+    lag = torch.arange(lags, device=noise.mu.device, dtype=dtype)
+
+    def per_head(x: Tensor) -> Tensor:
+        return x.to(dtype)[:, None]
+
+    mu, eta_k2, sigma02 = per_head(noise.mu), per_head(noise.eta_k2), per_head(noise.sigma02)
+    process2 = None if noise.process2 is None else per_head(noise.process2)
+    rows = []
+    for floor2 in (sigma02, sigma02 + per_head(noise.eta_q2)):
+        log_v = log_variance(lag, mu, eta_k2, floor2, process2)
+        key = torch.exp(-2 * mu * lag - log_v)
+        rows += [(-log_v).clamp_max(LARGEST_SLOPE).exp(), key, lag * key]
+    return torch.stack(torch.broadcast_tensors(*rows, lag))
+
+
+def noise_gradient(sums: dict[str, Tensor], noise: DirectionalNoise) -> dict[str, Tensor]:
+    """Gradients (H,) of the noise from the sums of `backward_chunk`.
+
+    L depends on the noise through −log V1 (with weight g), log V2 (gated), log E² of the numerator (own) and log m∞²
+    (floor); the factor s of the tables cancels because g = gated + own + floor.
+    """
+    zero = torch.zeros_like(noise.mu)
+    process2 = zero if noise.process2 is None else noise.process2
+    floor, key, decay = (sums.get(f"gated_{name}", zero) - sums[f"g_{name}"] for name in ("floor", "key", "decay"))
+    found = {
+        "mu": -2 * (noise.eta_k2 - process2) * decay - 2 * sums.get("own_lag", zero) - sums.get("decay_lag", zero),
+        "eta_k2": key,
+        "eta_q2": sums.get("gated_floor", zero),
+        "sigma02": floor,
+        "process2": floor - key,
+    }
+    m_inf2 = noise.m_inf2
+    found["m_inf2"] = torch.where(m_inf2 > 0, sums.get("floor", zero) / m_inf2.clamp_min(1e-30), 0)
+    return found
+
+
 def radial_tables(noise: RadialNoise, lags: int, dtype) -> Tensor:
     """Log-tables (3, 1, lags) of the radial channel: log ρ, log ρ̃, log e^{−μ_rΔ}."""
     lag = torch.arange(lags, device=noise.mu.device, dtype=dtype)
@@ -52,16 +94,16 @@ def radial_tables(noise: RadialNoise, lags: int, dtype) -> Tensor:
 
 
 def reversed_tables(log_tables: Tensor, chunk: int) -> Tensor:
-    """The tables as the loops read them: from the longest lag to lag 0, then chunk−1 entries for future keys.
-
-    Future keys get t1 = −∞, which is the causal mask; the other rows are exponentiated here, once per lag.
-    """
-    reverse = log_tables.flip(-1)
-    future = torch.zeros_like(reverse[..., :1]).expand(*reverse.shape[:-1], chunk - 1).clone()
-    future[KAPPA] = -math.inf
-    tables = torch.cat([reverse, future], -1)
+    """The log-tables as the loops read them: reversed, and exponentiated but for t1, which masks future keys by −∞."""
+    tables = reverse(log_tables, chunk)
+    tables[KAPPA, :, log_tables.shape[-1] :] = -math.inf
     tables[1:] = tables[1:].exp()
     return tables
+
+
+def reverse(tables: Tensor, chunk: int) -> Tensor:
+    """Tables from the longest lag to lag 0, then chunk−1 zeros for future keys."""
+    return torch.nn.functional.pad(tables.flip(-1), (0, chunk - 1))
 
 
 def table_slice(tables: Tensor, lags: int, keys: int, queries: int) -> Tensor:

@@ -11,14 +11,22 @@ import torch
 from torch import Tensor
 
 from .chunks import ALL, Plan, part, same_document
-from .elementwise import backward_chunk, backward_matrices, logits_chunk, weights_chunk
+from .elementwise import backward_chunk, logits_chunk, weights_chunk
 from .fusion import fused
-from .lag_tables import directional_tables, lag_sums, radial_tables, reversed_tables, table_slice
+from .lag_tables import (
+    directional_tables,
+    noise_gradient,
+    radial_tables,
+    reverse,
+    reversed_tables,
+    slope_tables,
+    table_slice,
+)
 from .noise import MIN_MAGNITUDE, AttentionOutput, DirectionalNoise, RadialNoise
 from .streaming_radial import SharedRadial, radial_estimate
 
-# Gradient of each row of the log-tables, in their order: which sums along lags, and their sign.
-TABLE_ROWS = {"g": 1, "gated": -1, "own": 1, "floor": 1, "decay": 1}
+# Rows of the noise (6, H) as the operators take it; a process noise of None is a row of zeros.
+NOISE_ROWS = ("mu", "eta_k2", "eta_q2", "sigma02", "m_inf2", "process2")
 
 
 def _flat(x: Tensor, groups: int) -> Tensor:
@@ -28,6 +36,15 @@ def _flat(x: Tensor, groups: int) -> Tensor:
 
 def _keys(x: Tensor, rows: slice, keys: int) -> Tensor:
     return x[rows, :, :keys].flatten(0, 1)
+
+
+def _noise(rows: Tensor) -> DirectionalNoise:
+    return DirectionalNoise(**dict(zip(NOISE_ROWS, rows.detach())))
+
+
+def _tables(noise: Tensor, plan: Plan, magnitude: bool, decay: bool) -> Tensor:
+    tables = directional_tables(_noise(noise), plan.keys, plan.size / 2, magnitude, decay, plan.like.dtype)
+    return reversed_tables(tables, plan.chunk)
 
 
 def _squares(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,19 +62,20 @@ def _keep(shape: torch.Size, dropout: float, seed: Tensor | None, chunk_number: 
 
 @torch.library.custom_op("polarlm::streaming_forward", mutates_args=())
 def streaming_forward(
-    q: Tensor, k: Tensor, v: Tensor, m2: Tensor | None, log_tables: Tensor, shape: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, m2: Tensor | None, noise: Tensor, shape: Tensor,
     m: Tensor | None, log_radial_decay: Tensor | None, documents: Tensor | None,
     seed: Tensor | None, kernel: str, decay_keys: bool, decay_values: bool, dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """v_bar (B,H,T,Dh), log-evidence (B,H,T), and radial estimate per head (B,H,T) where `log_radial_decay` is given.
 
-    `shape` (H,) is ν or τ, `m2` (B,S) the squared magnitude of κ; the magnitude `m` (B,S) and the log-table (1,1,S) of
-    its decay ask for the radial estimate Σ_j A_ij c_ij m̂_ij with these weights (radial mode `shared`).
+    `noise` (6, H) has the rows of NOISE_ROWS, `shape` (H,) is ν or τ, `m2` (B,S) the squared magnitude of κ; the
+    magnitude `m` (B,S) and the log-table (1,1,S) of its decay ask for the radial estimate Σ_j A_ij c_ij m̂_ij with these
+    weights (radial mode `shared`).
     """
     plan = Plan(q, k)
     q, k, v, shape = q.contiguous(), k.contiguous(), v.contiguous(), shape.detach()
     q2, k2 = _squares(q, k)
-    tables = reversed_tables(log_tables, plan.chunk)
+    tables = _tables(noise, plan, m2 is not None, decay_keys or decay_values)
     out, log_evidence = torch.empty_like(q), torch.empty_like(q2)
     radial = None if log_radial_decay is None else SharedRadial(plan, v, m, log_radial_decay)
     m_bar = q2.new_empty(0) if radial is None else torch.empty_like(q2)
@@ -66,7 +84,9 @@ def streaming_forward(
     weigh = fused(weights_chunk, plan.work)
     with torch.no_grad():
         for number, (rows, queries, keys) in enumerate(plan):
-            weights, *decayed = (plan.scores_view(s, rows, queries, keys) for s in scratches)  # first q·k, then L, then A
+            weights, *decayed = (
+                plan.scores_view(s, rows, queries, keys) for s in scratches
+            )  # first q·k, then L, then A
             if kernel != "gaussian":
                 torch.bmm(
                     _flat(q[rows, :, queries], plan.groups), _keys(k, rows, keys).mT, out=_flat(weights, plan.groups)
@@ -95,7 +115,7 @@ def streaming_forward(
 
 @streaming_forward.register_fake
 def _(
-    q, k, v, m2, log_tables, shape, m, log_radial_decay, documents, seed, kernel, decay_keys, decay_values, dropout
+    q, k, v, m2, noise, shape, m, log_radial_decay, documents, seed, kernel, decay_keys, decay_values, dropout
 ):  # fmt: skip
     m_bar = q.new_empty(0) if log_radial_decay is None else q.new_empty(q.shape[:3])
     return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3]), m_bar
@@ -104,32 +124,31 @@ def _(
 @torch.library.custom_op("polarlm::streaming_backward", mutates_args=())
 def streaming_backward(
     d_out: Tensor, d_log_evidence: Tensor, d_m_bar: Tensor, out: Tensor, log_evidence: Tensor, m_bar: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, m2: Tensor | None, log_tables: Tensor, shape: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, m2: Tensor | None, noise: Tensor, shape: Tensor,
     m: Tensor | None, log_radial_decay: Tensor | None, documents: Tensor | None,
     seed: Tensor | None, kernel: str, decay_keys: bool, decay_values: bool, dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, v, m2, the log-tables, `shape`, m and the radial decay; empty where there is no input."""
+    """Gradients of q, k, v, m2, the noise, `shape`, m and the radial decay; empty where there is no input."""
     plan = Plan(q, k)
     q, k, v, d_out, shape = q.contiguous(), k.contiguous(), v.contiguous(), d_out.contiguous(), shape.detach()
     q2, k2 = _squares(q, k)
-    tables = reversed_tables(log_tables, plan.chunk)
-    delta = (d_out * out).sum(-1) - d_log_evidence
+    tables = _tables(noise, plan, m2 is not None, decay_keys or decay_values)
+    slopes = reverse(slope_tables(_noise(noise), plan.keys, q.dtype), plan.chunk)
+    delta = torch.linalg.vecdot(d_out, out) - d_log_evidence
     radial = None if log_radial_decay is None else SharedRadial(plan, v, m, log_radial_decay)
     if radial is not None:
         delta += d_m_bar * m_bar
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    d_k2, d_shape = torch.zeros_like(k2), torch.zeros_like(shape)
+    d_k2 = torch.zeros_like(k2)
     d_m2 = q.new_empty(0) if m2 is None else torch.zeros_like(m2)
-    names = backward_matrices(kernel, m2 is not None, decay_keys, decay_values)
-    sums = {name: q.new_zeros(plan.heads, plan.keys) for name in names if name in TABLE_ROWS}
-    scratches = [plan.scratch() for _ in range(2 + len(names))]
+    totals: dict[str, Tensor] = {}
+    scratches = [plan.scratch() for _ in range(5 if decay_keys else 4)]
     gradients = fused(
         backward_chunk, plan.work, half=plan.size / 2, kernel=kernel, decay_keys=decay_keys, decay_values=decay_values
     )
     with torch.no_grad():
         for number, (rows, queries, keys) in enumerate(plan):
-            dots, grads, *pairs = (plan.scores_view(s, rows, queries, keys) for s in scratches)
-            pairs = dict(zip(names, pairs))
+            dots, grads, d_dots, own, *per_key = (plan.scores_view(s, rows, queries, keys) for s in scratches)
             queries_of_chunk, d_out_of_chunk = (_flat(x[rows, :, queries], plan.groups) for x in (q, d_out))
             if kernel != "gaussian":
                 torch.bmm(queries_of_chunk, _keys(k, rows, keys).mT, out=_flat(dots, plan.groups))
@@ -139,55 +158,49 @@ def streaming_backward(
                 grads.mul_(keep)
             if radial is not None:
                 grads.add_(d_m_bar[rows, :, queries, None] * radial.predict(rows, queries, keys)[:, None])
-            gradients(
-                dots, grads, pairs, part(q2, rows, ALL, queries),
+            applied, d_q2, sums = gradients(
+                dots, grads, d_dots, own, per_key[0] if decay_keys else None, part(q2, rows, ALL, queries),
                 part(k2, rows, ALL, slice(keys)), part(m2, rows, slice(keys)), shape,
                 part(log_evidence, rows, ALL, queries), part(delta, rows, ALL, queries),
                 same_document(documents, rows, queries, keys, plan.queries),
                 table_slice(tables, plan.keys, keys, dots.shape[2]),
+                table_slice(slopes, plan.keys, keys, dots.shape[2]),
             )  # fmt: skip
-            applied = pairs["applied"]
+            for name, total in zip(sums, torch.stack(list(sums.values())).sum((1, 3))):
+                totals[name] = total + totals.get(name, 0)
             if radial is not None:
                 radial.differentiate(rows, queries, keys, (applied * d_m_bar[rows, :, queries, None]).sum(1))
             if keep is not None:
                 applied.mul_(keep)
             _keys(dv, rows, keys).baddbmm_(_flat(applied, plan.groups).mT, d_out_of_chunk)
-            for name, table in sums.items():
-                table[:, plan.keys - keys :] += lag_sums(pairs[name])
             if m2 is not None:
-                d_m2[rows, :keys] += pairs["own"].sum((1, 2))
+                d_m2[rows, :keys] += own.sum((1, 2))
             if kernel == "gaussian":
                 dq[rows, :, queries] = 0
                 continue
-            d_dots = _flat(pairs["d_dots"], plan.groups)
-            _keys(dk, rows, keys).baddbmm_(d_dots.mT, queries_of_chunk)
-            through_dots = torch.bmm(d_dots, _keys(k, rows, keys)).view(*dots.shape[:3], plan.size)
-            if decay_keys:
-                d_k2[rows, :, :keys] += pairs["d_k2"].sum(2)
-                d_q2 = pairs["d_r2"].sum(-1)
-            else:
-                d_k2[rows, :, :keys] -= pairs["d_dots"].sum(2) / 2
-                d_q2 = pairs["d_dots"].sum(-1) / -2
-            dq[rows, :, queries] = through_dots + 2 * d_q2[..., None] * q[rows, :, queries]
-            d_shape += pairs["shape"].sum((0, 2, 3))
-        dk += 2 * d_k2.view(plan.batch, plan.groups, -1, plan.keys).sum(2)[..., None] * k
+            flat = _flat(d_dots, plan.groups)
+            _keys(dk, rows, keys).baddbmm_(flat.mT, queries_of_chunk)
+            through_dots = torch.bmm(flat, _keys(k, rows, keys)).view(*dots.shape[:3], plan.size)
+            d_k2[rows, :, :keys] += per_key[0].sum(2) if decay_keys else d_dots.sum(2) / -2
+            torch.addcmul(through_dots, d_q2[..., None], q[rows, :, queries], value=2, out=dq[rows, :, queries])
+        dk.addcmul_(k, d_k2.view(plan.batch, plan.groups, -1, plan.keys).sum(2)[..., None], value=2)
         if m2 is not None:
             d_m2 /= m2
-            sums["g"] = sums["gated"] + sums["own"] + sums["floor"]
-        d_tables = torch.stack([sign * sums[name] for name, sign in TABLE_ROWS.items() if name in sums])
+        d_shape = totals.get("shape", torch.zeros_like(shape))
+        d_noise = noise_gradient(totals, _noise(noise))
     d_m, d_radial_decay = q.new_empty(0), q.new_empty(0)
     if radial is not None:
         dv += radial.d_value.unflatten(-1, (plan.groups, -1)).transpose(1, 2)
         d_m, d_radial_decay = radial.d_m, radial.d_decay.flip(-1)
-    return dq, dk, dv, d_m2, d_tables.flip(-1), d_shape, d_m, d_radial_decay
+    return dq, dk, dv, d_m2, torch.stack([d_noise[row] for row in NOISE_ROWS]), d_shape, d_m, d_radial_decay
 
 
 @streaming_backward.register_fake
 def _(
-    d_out, d_log_evidence, d_m_bar, out, log_evidence, m_bar, q, k, v, m2, log_tables, shape, m, log_radial_decay,
+    d_out, d_log_evidence, d_m_bar, out, log_evidence, m_bar, q, k, v, m2, noise, shape, m, log_radial_decay,
     documents, seed, kernel, decay_keys, decay_values, dropout,
 ):  # fmt: skip
-    inputs = (q, k, v, m2, log_tables, shape, m if log_radial_decay is not None else None, log_radial_decay)
+    inputs = (q, k, v, m2, noise, shape, m if log_radial_decay is not None else None, log_radial_decay)
     contiguous = torch.contiguous_format
     return tuple(q.new_empty(0) if x is None else torch.empty_like(x, memory_format=contiguous) for x in inputs)
 
@@ -228,14 +241,15 @@ def streaming_attention(
     lags = k.shape[2]
     m = None if magnitude is None else magnitude.to(dtype)
     m2 = None if m is None else m.clamp_min(MIN_MAGNITUDE).square()
-    tables = directional_tables(noise, lags, q.shape[3] / 2, m is not None, decay_keys or decay_values, dtype)
+    zero = torch.zeros_like(noise.mu)
+    rows = torch.stack([zero if (row := getattr(noise, name)) is None else row for name in NOISE_ROWS]).to(dtype)
     shape = {"student": noise.nu, "exponential": noise.tau, "gaussian": torch.ones_like(noise.mu)}[kernel].to(dtype)
     shared = (m, radial_tables(radial, lags, dtype)[-1:]) if radial_mode == "shared" else (None, None)
     # Drawn on the host, so that reading it in both passes does not wait for the device.
     seed = torch.randint(2**62, (1,)) if dropout else None
     wide = (x.to(dtype) for x in (q, k, v))
     v_bar, log_evidence, m_bar = streaming_forward(
-        *wide, m2, tables, shape, *shared, documents, seed, kernel, decay_keys, decay_values, dropout
+        *wide, m2, rows, shape, *shared, documents, seed, kernel, decay_keys, decay_values, dropout
     )
     if radial_mode == "own":
         m_bar = radial_estimate(v, m, radial, documents, q.shape[2])

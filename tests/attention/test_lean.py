@@ -1,0 +1,64 @@
+"""The short ways of rotating and normalising give what the plain formulas give, gradients and second ones included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from polarlm.attention.lean import on_sphere, rotate
+from polarlm.geometry import rotate as plain_rotate
+from polarlm.geometry.transport import rotary_tables
+
+
+def plain_on_sphere(x: Tensor, radius: Tensor | float) -> tuple[Tensor, Tensor]:
+    rms = (x.square().mean(-1, keepdim=True) + 1e-12).sqrt()
+    return rms, x / rms * radius
+
+
+def gradients(outputs: tuple[Tensor, ...], inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    torch.manual_seed(1)
+    return torch.autograd.grad(outputs, inputs, [torch.randn_like(o) for o in outputs])
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("per_document", [False, True])
+def test_rotation_equals_geometry(inverse: bool, per_document: bool) -> None:
+    positions = torch.randint(50, (2, 7)) if per_document else torch.arange(7)
+    tables = rotary_tables(positions, 6, dtype=torch.float64)
+    x = torch.randn(2, 7, 3, 6, dtype=torch.float64).transpose(1, 2).requires_grad_()
+    ours, theirs = rotate(x, *tables, inverse=inverse), plain_rotate(x, *tables, inverse=inverse)
+    torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(gradients((ours,), [x]), gradients((theirs,), [x]), rtol=1e-13, atol=1e-13)
+    torch.autograd.gradgradcheck(lambda x: rotate(x, *tables, inverse=inverse), x)
+
+
+def test_rotation_of_low_precision_is_done_in_the_precision_of_the_tables() -> None:
+    tables = rotary_tables(torch.arange(1000, 1007), 8)
+    x = torch.randn(1, 2, 7, 8, dtype=torch.bfloat16)
+    assert torch.equal(rotate(x, *tables), plain_rotate(x, *tables))
+
+
+def test_learned_phases_get_their_gradient() -> None:
+    cos, sin = (t.requires_grad_() for t in rotary_tables(torch.arange(5), 4, dtype=torch.float64))
+    x = torch.randn(1, 2, 5, 4, dtype=torch.float64)
+    found = gradients((rotate(x, cos, sin),), [cos, sin])
+    torch.testing.assert_close(found, gradients((plain_rotate(x, cos, sin),), [cos, sin]))
+
+
+@pytest.mark.parametrize("learned_radius", [False, True])
+def test_on_sphere_equals_the_plain_formula(learned_radius: bool) -> None:
+    x = torch.randn(3, 5, 7, dtype=torch.float64, requires_grad=True)
+    radius: Tensor | float = torch.tensor(0.7, dtype=torch.float64, requires_grad=True) if learned_radius else 0.7
+    inputs = [x, radius] if isinstance(radius, Tensor) else [x]
+    ours, theirs = on_sphere(x, radius), plain_on_sphere(x, radius)
+    torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(gradients(ours, inputs), gradients(theirs, inputs), rtol=1e-12, atol=1e-12)
+    torch.autograd.gradgradcheck(on_sphere, (x, radius))
+
+
+def test_the_zero_vector_stays_finite() -> None:
+    x = torch.zeros(2, 4, requires_grad=True)
+    rms, direction = on_sphere(x, 1.0)
+    (rms.sum() + direction.sum()).backward()
+    assert torch.isfinite(direction).all() and torch.isfinite(x.grad).all()
