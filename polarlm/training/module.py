@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from polarlm.attention.kernels.fusion import fuse_everything
 from polarlm.model import GPT
 from polarlm.training.optimiser import build_adamw
 from polarlm.training.schedule import learning_rate_factor
@@ -48,6 +49,7 @@ class LanguageModel(pl.LightningModule):
             fully_shard(self.model, mesh=mesh["data_parallel"])
             register_fsdp_forward_method(self.model, "loss")  # training enters through `loss`, not `forward`
             self.model._fsdp_sharded = True  # type: ignore[assignment]
+        fuse_everything(self.compiled)  # attention's own loops are opaque to the compiler of the model
         self._loss = torch.compile(self.model.loss) if self.compiled else self.model.loss
 
     def training_step(self, batch: Batch, batch_index: int) -> Tensor:

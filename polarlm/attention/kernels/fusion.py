@@ -19,12 +19,20 @@ ONE_LOOP = {f"realize_{what}_threshold": 10_000 for what in ("opcount", "reads",
 # Equal sizes in the first call are chance: they must not become a guard.
 INDEPENDENT_SIZES = symbolic_shapes.patch(use_duck_shape=False)
 
+_everything = False  # fuse small calls too
 _broken: str | None = None  # why the compiler cannot be used, once that is known
+
+
+def fuse_everything(on: bool) -> None:
+    """Fuse calls of any size (`trainer.compile=true`: a long run earns the compilation back), or only large ones."""
+    global _everything
+    _everything = on
 
 
 def fused(function: Callable, work: int, **switches) -> Callable:
     """`function` with its keyword `switches` bound: compiled where a call of that much `work` is worth it."""
-    return _bound(function, work >= WORTH_COMPILING and _broken is None, tuple(sorted(switches.items())))
+    compile_it = (_everything or work >= WORTH_COMPILING) and _broken is None
+    return _bound(function, compile_it, tuple(sorted(switches.items())))
 
 
 @cache

@@ -202,3 +202,16 @@ def test_an_outer_compile_sees_one_operator_and_no_graph_break():
     compiled = torch.autograd.grad(torch.compile(loss, fullgraph=True)(*inputs), inputs)
     for a, b in zip(plain, compiled):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_small_calls_are_fused_only_on_request():
+    def small() -> None: ...
+
+    try:
+        fusion.fuse_everything(True)
+        fused = fusion.fused(small, 1)
+        fusion.fuse_everything(False)
+        assert fusion.fused(small, 1) is not fused
+        assert fusion.fused(small, fusion.WORTH_COMPILING) is fused
+    finally:
+        fusion.fuse_everything(False)
