@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from polarlm.errors import UserError
-from polarlm.evaluation.statistics import (
+from polarlm.report.groups import Group
+from polarlm.report.runs import Run
+from polarlm.verdict.statistics import (
     NO_DIFFERENCE,
     Budget,
     Comparison,
@@ -17,8 +19,6 @@ from polarlm.evaluation.statistics import (
     estimate_mean,
     verdict,
 )
-from polarlm.report.groups import Group
-from polarlm.report.runs import Run
 
 UNITS = {"bits_per_byte": "bits per byte", "loss": "nats per token", "perplexity": "perplexity"}
 # Preferred first; the first that every finished run has is judged.

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polarlm.evaluation.statistics import Estimate
 from polarlm.report.groups import Group, config_differences, show
 from polarlm.report.judge import Judgement, headline
+from polarlm.verdict.statistics import Estimate
 
 # More columns than this do not fit on a page; then one row per group names only what separates the groups.
 MAX_COLUMNS = 8

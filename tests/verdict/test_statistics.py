@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from polarlm.evaluation.statistics import (
+from polarlm.verdict.statistics import (
     NO_DIFFERENCE,
     Budget,
     adjust,
