@@ -28,10 +28,10 @@ import numpy as np
 import torch
 
 from polarlm.data import build_corpus
-from polarlm.data.batches import StreamSequences, train_batches
-from polarlm.data.bpe import SubwordTokenizer
-from polarlm.data.documents import pieces_of
-from polarlm.data.store import TokenStore
+from polarlm.data.order.batches import WindowSequences, train_batches
+from polarlm.data.read.documents import pieces_of
+from polarlm.data.store.tokens import TokenStore
+from polarlm.data.tokenizers.bpe import SubwordTokenizer
 
 SHARED = Path(os.environ.get("POLARLM_SHARED_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 
@@ -64,7 +64,7 @@ def windows(context: int = 1024, batch: int = 16, count: int = 50) -> dict[str, 
             for number in range(4):
                 whole.write(Path(f"{folder}/{number}.bin").read_bytes())
         store = TokenStore(folder, "train", {"shards": shards, "documents": 0, "bytes": 0}, "<u2")
-        ours = train_batches(StreamSequences(store, context, seed=1), batch)
+        ours = train_batches(WindowSequences(store, context, seed=1), batch)
         mapped = np.memmap(f"{folder}/all.bin", "<u2", "r")
         chance = np.random.default_rng(0)
 

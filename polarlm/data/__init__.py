@@ -3,8 +3,8 @@
 from typing import Any
 
 from polarlm.data.corpus import Corpus, build_corpus
-from polarlm.data.store import TokenStore
-from polarlm.data.tokenizer import Tokenizer, load_tokenizer
+from polarlm.data.store.tokens import TokenStore
+from polarlm.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["Corpus", "LMDataModule", "TokenStore", "Tokenizer", "build_corpus", "load_tokenizer"]
 

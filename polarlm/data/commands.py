@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from polarlm.data.corpus import Corpus, build_corpus, find_damage, prepared_corpus
-from polarlm.data.permutation import Permutation, key
-from polarlm.data.store import TokenStore
+from polarlm.data.order.permutation import Permutation, key
+from polarlm.data.store.tokens import TokenStore
 from polarlm.errors import UserError
 
 _CONFIGS = Path(__file__).resolve().parents[2] / "configs"

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.data.atomic import write_json
-from polarlm.data.build import SECTION_BYTES, shard_damage
 from polarlm.data.config import SPLITS, DataConfig, read_config
-from polarlm.data.prepare import MANIFEST, corpus_fingerprint, lock, partial_folder, prepare
-from polarlm.data.source import Source, open_source
-from polarlm.data.splits import SplitPlan
-from polarlm.data.store import TokenStore
-from polarlm.data.tokenizer import Tokenizer, load_tokenizer
-from polarlm.data.tokenizer_config import TokenizerConfig, read_tokenizer_config
+from polarlm.data.read.source import Source, open_source
+from polarlm.data.read.splits import SplitPlan
+from polarlm.data.store.build import MANIFEST, build_store, corpus_fingerprint, lock, partial_folder
+from polarlm.data.store.sections import SECTION_BYTES, shard_damage
+from polarlm.data.store.tokens import TokenStore
+from polarlm.data.tokenizers.config import TokenizerConfig, read_tokenizer_config
+from polarlm.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from polarlm.errors import UserError
 
 # Stores up to this size are checked by checksum at every opening; larger ones when a file's size or time has changed.
@@ -84,14 +84,14 @@ def build_corpus(
     cache = Path(cache_dir)
     cache.mkdir(parents=True, exist_ok=True)
     if config.source == "mixture":
-        from polarlm.data.mixture import build_mixture
+        from polarlm.data.order.mixture import build_mixture
 
         return build_mixture(config, tokens, cache, section_bytes)
     prepared, source, fingerprint, folder = _place(config, tokens, cache, section_bytes)
     with lock(folder):
         corpus = _open(folder)
         if corpus is None:
-            prepare(folder, prepared, tokens, source, fingerprint, section_bytes)
+            build_store(folder, prepared, tokens, source, fingerprint, section_bytes)
             corpus = Corpus(folder, json.loads((folder / MANIFEST).read_text()))
     if config.streaming:
         plan = SplitPlan(**json.loads((corpus.folder / "plan.json").read_text()))

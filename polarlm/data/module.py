@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 import lightning.pytorch as pl
 import torch
 
-from polarlm.data.batches import Batch, EvalBatches, Sequences, StreamSequences, train_batches
 from polarlm.data.config import PACKINGS
 from polarlm.data.corpus import Corpus
+from polarlm.data.order.batches import Batch, EvalBatches, Sequences, WindowSequences, train_batches
 from polarlm.errors import UserError
 
 _ENDLESS = 10**9  # Lightning pre-fetches from loaders without a length and then loses a batch on resume
@@ -84,14 +84,14 @@ class LMDataModule(pl.LightningDataModule):
         """The endless line of training sequences, addressed by number."""
         if not self.corpus.parts:
             return self._sequences_of(self.corpus)
-        from polarlm.data.mixture import MixtureSequences
+        from polarlm.data.order.mixture import MixtureSequences
 
         parts = [self._sequences_of(part) for part, _ in self.corpus.parts]
         return MixtureSequences(parts, [weight for _, weight in self.corpus.parts], self.seed)
 
     def _sequences_of(self, corpus: Corpus) -> Sequences:
         if corpus.stream is not None:
-            from polarlm.data.streaming import StreamingSequences
+            from polarlm.data.order.streaming import StreamingSequences
 
             if self.packing != "stream":
                 raise UserError(f"data.packing={self.packing} needs a prepared corpus; set data.streaming=false.")
@@ -99,8 +99,8 @@ class LMDataModule(pl.LightningDataModule):
             return StreamingSequences(*corpus.stream, corpus.tokenizer, self.context, index, self.mask_documents)
         store = corpus.store("train")
         if self.packing == "stream":
-            return StreamSequences(store, self.context, self.seed, self.mask_documents)
-        from polarlm.data.packing import PackedSequences
+            return WindowSequences(store, self.context, self.seed, self.mask_documents)
+        from polarlm.data.order.packing import PackedSequences
 
         padding = corpus.tokenizer.eos_id or 0
         return PackedSequences(store, self.context, self.seed, self.packing, self.mask_documents, padding)

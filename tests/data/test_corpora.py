@@ -11,7 +11,7 @@ from polarlm.data import Corpus, LMDataModule, build_corpus
 from polarlm.data.commands import compose, corpora
 from polarlm.data.config import read_config
 from polarlm.data.corpus import find_damage
-from polarlm.data.tokenizer_config import read_tokenizer_config
+from polarlm.data.tokenizers.config import read_tokenizer_config
 from polarlm.errors import UserError
 
 NAMES = corpora()

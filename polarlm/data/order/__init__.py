@@ -1,0 +1,1 @@
+"""Which tokens come when: windows, packed documents, mixtures and streams, each a pure function of (seed, number)."""

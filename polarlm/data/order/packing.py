@@ -1,0 +1,144 @@
+"""Sequences that begin where a document begins: whole documents packed together instead of a stream cut anywhere.
+
+Documents longer than the context are cut into chunks of it. `aligned` fills sequences with consecutive chunks in
+corpus order; `best_fit` (best-fit decreasing, "Fewer Truncations Improve Language Modeling", Ding et al. 2024) puts
+every chunk where it leaves least room. What stays empty is padded and ignored by the loss.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from filelock import FileLock
+
+from polarlm.data.order.batches import IGNORED, EpochOrder, require_length
+from polarlm.data.store.tokens import TokenStore
+
+_CHUNKS_AT_ONCE = 1 << 16  # packed together; bounds memory and time whatever the size of the corpus
+_ARRAYS = ("begins", "lengths", "sequences")
+
+
+class PackedSequences:
+    """Packed sequences in an order that is a function of (seed, epoch); the plan is made once and memory-mapped."""
+
+    def __init__(
+        self, store: TokenStore, context: int, seed: int, packing: str, mask_documents: bool = False, padding: int = 0
+    ):
+        require_length(store, context)
+        self.store, self.context, self.mask, self.padding = store, context, mask_documents, padding
+        folder = packing_plan(store, context, packing)
+        self._begins, self._lengths, self._sequences = (np.load(folder / f"{a}.npy", mmap_mode="r") for a in _ARRAYS)
+        self.order = EpochOrder(len(self._sequences) - 1, seed)
+
+    @property
+    def filled(self) -> float:
+        """Fraction of positions that hold a token."""
+        return float(self._lengths.sum(dtype=np.int64)) / ((len(self._sequences) - 1) * self.context)
+
+    def rows(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """(tokens, targets, documents or None) of the given sequence numbers."""
+        _, places = self.order(numbers)
+        shape = (len(numbers), self.context)
+        tokens, targets = np.full(shape, self.padding, np.int64), np.full(shape, IGNORED, np.int64)
+        documents = np.zeros(shape, np.int64)
+        for row, place in enumerate(places.tolist()):
+            at = 0
+            chunks = range(int(self._sequences[place]), int(self._sequences[place + 1]))
+            for number, chunk in enumerate(chunks):
+                begin, length = int(self._begins[chunk]), int(self._lengths[chunk])
+                text = self.store[begin : begin + length + 1].astype(np.int64)
+                tokens[row, at : at + length] = text[:length]
+                known = len(text) - 1 if self._continues(begin + length) else length - 1
+                targets[row, at : at + known] = text[1 : known + 1]
+                documents[row, at : at + length] = number
+                at += length
+            documents[row, at:] = len(chunks)
+        return tokens, targets, documents if self.mask else None
+
+    def _continues(self, position: int) -> bool:
+        return position < len(self.store) and len(self.store.document_starts(position, position + 1)) == 0
+
+
+def packing_plan(store: TokenStore, context: int, packing: str) -> Path:
+    """The folder of the plan: chunks (begins, lengths) and where each sequence's chunks begin; made if missing."""
+    folder = Path(store.folder) / "packing" / f"{store.split}-{packing}-{context}-{store.fingerprint[:12]}"
+    folder.parent.mkdir(exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            beside = folder.with_name(folder.name + ".tmp")
+            shutil.rmtree(beside, ignore_errors=True)
+            beside.mkdir()
+            parts: list[list[np.ndarray]] = [[], [], []]
+            offset = 0
+            for begins, lengths in _chunks(store, context):
+                bins = _in_order(lengths, context) if packing == "aligned" else _best_fit(lengths, context)
+                order = np.concatenate([np.array(b, np.int64) for b in bins])
+                counts = np.array([len(b) for b in bins])
+                parts[0].append(begins[order])
+                parts[1].append(lengths[order].astype(np.int32))
+                parts[2].append(offset + np.concatenate([[0], np.cumsum(counts)[:-1]]))
+                offset += len(order)
+            parts[2].append(np.array([offset]))
+            for name, arrays in zip(_ARRAYS, parts):
+                np.save(beside / f"{name}.npy", np.concatenate(arrays))
+            os.rename(beside, folder)
+    return folder
+
+
+def _chunks(store: TokenStore, context: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(begins, lengths) of documents cut into pieces of at most `context` tokens, some ten thousand at a time."""
+    starts = store.document_starts(0, len(store))
+    if len(starts) == 0 or starts[0] != 0:
+        starts = np.concatenate([[0], starts])
+    ends = np.append(starts[1:], len(store))
+    counts = -(-(ends - starts) // context)
+    limits = np.cumsum(counts)
+    first = 0
+    while first < len(starts):
+        done = limits[first - 1] if first else 0
+        last = max(int(np.searchsorted(limits, done + _CHUNKS_AT_ONCE, "right")), first + 1)
+        number = counts[first:last]
+        within = np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number)
+        begins = np.repeat(starts[first:last], number) + within * context
+        lengths = np.minimum(np.repeat(ends[first:last], number) - begins, context)
+        yield begins[lengths > 0], lengths[lengths > 0]
+        first = last
+
+
+def _in_order(lengths: np.ndarray, context: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    room = 0
+    for chunk, length in enumerate(lengths.tolist()):
+        if length > room:
+            bins.append([])
+            room = context
+        bins[-1].append(chunk)
+        room -= length
+    return bins
+
+
+def _best_fit(lengths: np.ndarray, context: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    by_room: dict[int, list[int]] = {}
+    rooms = 0  # bit r is set while some bin has room r: the best fit is the lowest set bit from `length` on
+    for chunk in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[chunk])
+        fitting = rooms >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            chosen = by_room[room].pop()
+            if not by_room[room]:
+                rooms &= ~(1 << room)
+        else:
+            chosen, room = len(bins), context
+            bins.append([])
+        bins[chosen].append(chunk)
+        left = room - length
+        if left:
+            by_room.setdefault(left, []).append(chosen)
+            rooms |= 1 << left
+    return bins

@@ -1,0 +1,118 @@
+"""Where the text of a named corpus is: a local copy if there is one, else a download or the Hugging Face hub."""
+
+from __future__ import annotations
+
+import functools
+import glob
+import hashlib
+import os
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from filelock import FileLock
+
+from polarlm.data.config import DataConfig
+from polarlm.data.read.files import file_units
+from polarlm.errors import UserError
+
+if TYPE_CHECKING:
+    from polarlm.data.tokenizers.config import TokenizerConfig
+
+_PROJECT = Path(__file__).resolve().parents[3]
+_OFFLINE_CHOICES = "Offline and without any files data=pydocs works; your own files work with data=text data.path=…"
+
+
+def raw_folders() -> list[Path]:
+    """Folders in which local copies of public corpora are looked for, first match wins."""
+    shared = os.environ.get("POLARLM_SHARED_DATA") or _PROJECT.parent / "shared" / "data"
+    candidates = [Path("data/raw"), _PROJECT / "data" / "raw", Path(shared)]
+    return [folder for folder in dict.fromkeys(path.resolve() for path in candidates) if folder.is_dir()]
+
+
+def local_copy(name: str) -> Path | None:
+    """A file or folder (or glob with matches) called `name` in one of the raw folders."""
+    for folder in raw_folders():
+        if glob.glob(str(folder / name)):
+            return folder / name
+    return None
+
+
+def usable_local_copy(config: DataConfig) -> Path | None:
+    """The local copy of a named corpus, unless it lacks a split: then it is not the corpus its name promises."""
+    found = local_copy(config.local) if config.local else None
+    if found is None:
+        return None
+    if config.split.rule == "own" and not {"train", "val"} <= {unit.split for unit in file_units(str(found), config)}:
+        return None
+    _say_once(f"data={config.name}: using the local copy {found}")
+    return found
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    print(message, file=sys.stderr)
+
+
+def download(config: DataConfig, cache_dir: Path) -> Path:
+    """Fetch data.url once, beside and renamed, and compare it with its checksum."""
+    assert config.url is not None
+    target = cache_dir / "downloads" / f"{config.name}-{config.url.rsplit('/', 1)[1]}"
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{target}.lock"):
+        if not target.exists():
+            _fetch(config, target)
+    return target
+
+
+def _fetch(config: DataConfig, target: Path) -> None:
+    assert config.url is not None
+    beside = target.with_name(target.name + ".tmp")
+    digest = hashlib.sha256()
+    print(f"data={config.name}: downloading {config.url}", file=sys.stderr)
+    try:
+        with urllib.request.urlopen(config.url, timeout=10) as answer, open(beside, "wb") as file:
+            while block := answer.read(1 << 20):
+                file.write(block)
+                digest.update(block)
+            file.flush()
+            os.fsync(file.fileno())
+    except (urllib.error.URLError, OSError) as error:
+        put = f"put the file at data/raw/{config.local}, or " if config.local and "*" not in config.local else ""
+        raise UserError(
+            f"data={config.name} cannot be downloaded from {config.url} ({getattr(error, 'reason', error)}). Without "
+            f"network, {put}give it with data.path=<file>. {_OFFLINE_CHOICES}"
+        ) from None
+    if config.sha256 and digest.hexdigest() != config.sha256:
+        beside.unlink()
+        raise UserError(
+            f"{config.url} does not have the expected content (sha256 {digest.hexdigest()}, expected {config.sha256}); "
+            "get the file by other means and give it with data.path."
+        )
+    os.replace(beside, target)
+
+
+def hub_tokenizer(config: TokenizerConfig) -> Path:
+    """The tokenizer.json of a hub model: a local copy, the hub's cache, or a download."""
+    for name in (config.local, config.hub):
+        if name and (found := local_copy(name)) and (found / "tokenizer.json").is_file():
+            return found / "tokenizer.json"
+    if not config.hub:
+        raise UserError("tokenizer.kind=hub needs tokenizer.hub, for example tokenizer.hub=openai-community/gpt2.")
+    from huggingface_hub import hf_hub_download
+
+    from polarlm.data.read.hub import go_offline_without_network
+
+    go_offline_without_network()
+    try:
+        return Path(hf_hub_download(config.hub, "tokenizer.json", revision=config.revision))
+    except Exception as error:  # the hub client has a dozen kinds of failure; all mean that the file is not here
+        raise UserError(
+            f"The tokenizer {config.hub} is neither in the cache nor reachable ({type(error).__name__}). Put its "
+            f"tokenizer.json at data/raw/{config.local or config.hub}/tokenizer.json, give tokenizer.path=<file>, or "
+            "use tokenizer=bpe, which learns its own."
+        ) from None

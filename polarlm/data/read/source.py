@@ -1,0 +1,83 @@
+"""A corpus before tokenisation: an ordered list of units to read, a fingerprint, and a place to continue from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+from polarlm.data.config import DataConfig
+from polarlm.data.read.documents import Piece
+from polarlm.data.read.files import file_units
+from polarlm.errors import UserError
+
+
+class Unit(Protocol):
+    """Something that can be read from its beginning again and again: a file, a split of a hub dataset."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def split(self) -> str | None: ...
+
+    def fingerprint(self) -> str: ...
+    def size_hint(self) -> int | None: ...
+    def pieces(self) -> Iterator[Piece]: ...
+
+
+class Source:
+    """The units of one corpus in reading order, found when they are first needed (a hub has to be asked)."""
+
+    def __init__(self, config: DataConfig, find: Callable[[], Sequence[Unit]], identity: str | None = None):
+        self.config, self._find, self._identity = config, find, identity
+
+    @cached_property
+    def units(self) -> Sequence[Unit]:
+        """Files or hub splits."""
+        return self._find()
+
+    @property
+    def has_own_splits(self) -> bool:
+        """Whether every unit belongs to a split and there is something to train and something to judge on."""
+        splits = {unit.split for unit in self.units}
+        return None not in splits and {"train", "val"} <= splits
+
+    def fingerprint(self) -> str:
+        """Changes when a unit's content, name, order or split changes."""
+        if self._identity is not None:
+            return self._identity
+        parts = [[unit.name, unit.split, unit.fingerprint()] for unit in self.units]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def open_source(config: DataConfig, cache_dir: Path) -> Source:
+    """Find the text of a corpus: local files, the embedded one, a local copy, a download, or a hub dataset."""
+    if config.path is not None:
+        return _of_files(config, config.path)
+    if config.source == "pydocs":
+        from polarlm.data.read.pydocs import pydocs_file
+
+        return _of_files(config, str(pydocs_file(cache_dir)))
+    from polarlm.data.read.locate import download, usable_local_copy
+
+    if found := usable_local_copy(config):
+        return _of_files(config, str(found))
+    if config.hub is not None:
+        from polarlm.data.read.hub import hub_identity, hub_units
+
+        return Source(config, lambda: hub_units(config), hub_identity(config))
+    if config.url:
+        return _of_files(config, str(download(config, cache_dir)))
+    wanted = f" (looked for {config.local} in data/raw and $POLARLM_SHARED_DATA)" if config.local else ""
+    raise UserError(
+        f"data={config.name} has no text{wanted}: give a file, a folder or a glob with data.path. Without files of "
+        "your own, data=pydocs works everywhere."
+    )
+
+
+def _of_files(config: DataConfig, path: str) -> Source:
+    units = file_units(path, config)
+    return Source(config, lambda: units)

@@ -1,0 +1,172 @@
+"""Preparing a corpus: split plan, tokenizer, sections, report, and the rename that makes it a corpus."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from polarlm.data.atomic import write_json
+from polarlm.data.config import SPLITS, DataConfig, read_config
+from polarlm.data.read.source import Source, open_source
+from polarlm.data.read.splits import SplitPlan, SplitReader, plan_splits
+from polarlm.data.store.leakage import leakage_report
+from polarlm.data.store.progress import PrepareProgress
+from polarlm.data.store.sections import build_sections
+from polarlm.data.tokenizers.config import TokenizerConfig, make_tokenizer
+from polarlm.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from polarlm.errors import UserError
+
+FORMAT = 2  # raise it when the meaning of stored files changes: older stores are then built anew
+MANIFEST = "manifest.json"
+
+
+def corpus_fingerprint(config: DataConfig, tokens: TokenizerConfig, source: Source, section_bytes: int) -> str:
+    """Hash of everything that decides which ids are stored where."""
+    parts = {
+        "format": FORMAT, "source": source.fingerprint(), "section_bytes": section_bytes, "split": asdict(config.split),
+        "tokenizer": tokens.identity(), "column": config.column, "separator": config.document_separator,
+        "start": config.document_start, "eos": config.append_eos, "newlines": config.newlines, "errors": config.errors,
+        "max_bytes": config.max_bytes, "name": config.name,
+    }  # fmt: skip
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def lock(folder: Path) -> FileLock:
+    """The lock of a folder that is being made; says so if somebody else holds it."""
+    # The operating system frees the lock of a killed process by itself.
+    held = FileLock(f"{folder}.lock")
+    try:
+        held.acquire(timeout=1)
+        held.release()
+    except Timeout:
+        print(f"{folder.name} is being prepared by another process; waiting for it.", file=sys.stderr, flush=True)
+    return held
+
+
+def partial_folder(folder: Path) -> Path:
+    """Where an unfinished build of `folder` lies."""
+    return folder.with_name(folder.name + ".partial")
+
+
+def build_store(
+    folder: Path, config: DataConfig, tokens: TokenizerConfig, source: Source, fingerprint: str, section_bytes: int
+) -> None:
+    """Build a corpus beside `folder`, or finish building it, and rename it into place."""
+    partial = partial_folder(folder)
+    partial.mkdir(parents=True, exist_ok=True)
+    plan = _plan(partial, source, config)
+    tokenizer = _tokenizer(partial, tokens, source, plan)
+    before = json.loads((partial / MANIFEST).read_text()) if (partial / MANIFEST).exists() else None
+    with PrepareProgress(config.name, _expected_bytes(source)) as progress:
+        sections = build_sections(partial, source, plan, tokenizer, progress, config.workers, section_bytes)
+    splits = _summaries(sections)
+    _check_not_empty(splits, config, source)
+    # A repaired store keeps its report: the hashes behind it were removed when it was first finished.
+    leakage = before["leakage"] if before else leakage_report(partial, len(sections))
+    manifest = {
+        "format": FORMAT, "name": config.name, "fingerprint": fingerprint, "dtype": tokenizer.dtype.str,
+        "tokenizer": {"kind": tokens.kind, "vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint},
+        "splits": splits, "split_rule": plan.rule, "leakage": leakage, "sections": len(sections),
+        "empty_documents": sum(section["empty_documents"] for section in sections),
+        "units": [unit.name for unit in source.units][:1000],
+    }  # fmt: skip
+    write_json(partial / MANIFEST, manifest)
+    _sweep(partial, sections)
+    os.rename(partial, folder)
+
+
+def _plan(partial: Path, source: Source, config: DataConfig) -> SplitPlan:
+    path = partial / "plan.json"
+    if not path.exists():
+        write_json(path, asdict(plan_splits(source, config.split)))
+    return SplitPlan(**json.loads(path.read_text()))
+
+
+def _tokenizer(partial: Path, tokens: TokenizerConfig, source: Source, plan: SplitPlan) -> Tokenizer:
+    folder = partial / "tokenizer"
+    if not folder.exists():
+        beside = partial / "tokenizer.tmp"
+        shutil.rmtree(beside, ignore_errors=True)
+        make_tokenizer(tokens, lambda train_only: _texts(source, plan, train_only)).save(beside)
+        os.rename(beside, folder)
+    return load_tokenizer(folder)
+
+
+def corpus_texts(data: Mapping[str, Any], cache: Path, train_only: bool) -> Iterator[str]:
+    """The texts of an unprepared corpus, for a tokenizer that learns from several."""
+    config = read_config(data)
+    source = open_source(config, cache)
+    return _texts(source, plan_splits(source, config.split), train_only)
+
+
+def trained_tokenizer(
+    tokens: TokenizerConfig, parts: list[Mapping[str, Any]], cache: Path, texts: Callable[[bool], Iterator[str]]
+) -> Path:
+    """The folder of a tokenizer learned from several corpora; learned if missing."""
+    configs = [read_config(part) for part in parts]
+    prints = [corpus_fingerprint(config, tokens, open_source(config, cache), 0) for config in configs]
+    folder = cache / f"tokenizer-{tokens.kind}-{hashlib.sha256(''.join(prints).encode()).hexdigest()[:12]}"
+    with lock(folder):
+        if not folder.exists():
+            beside = partial_folder(folder)
+            shutil.rmtree(beside, ignore_errors=True)
+            make_tokenizer(tokens, texts).save(beside)
+            os.rename(beside, folder)
+    return folder
+
+
+def _texts(source: Source, plan: SplitPlan, train_only: bool) -> Iterator[str]:
+    for piece in SplitReader(source, plan):
+        if piece.split == "train" or not train_only:
+            yield piece.text
+
+
+def _expected_bytes(source: Source) -> int | None:
+    hints = [unit.size_hint() for unit in source.units]
+    sizes = [hint for hint in hints if hint is not None]
+    total = sum(sizes) if len(sizes) == len(hints) else None
+    limit = source.config.max_bytes
+    return min(total, limit) if total is not None and limit else limit or total
+
+
+def _summaries(sections: list[dict[str, Any]]) -> dict[str, Any]:
+    splits: dict[str, Any] = {}
+    for split in SPLITS:
+        shards = [section["splits"][split] for section in sections if split in section["splits"]]
+        if sum(shard["tokens"] for shard in shards):
+            totals = {
+                what: sum(shard[what] for shard in shards) for what in ("tokens", "documents", "bytes", "unknown")
+            }
+            splits[split] = {**totals, "shards": shards}
+    return splits
+
+
+def _check_not_empty(splits: dict[str, Any], config: DataConfig, source: Source) -> None:
+    where = ", ".join(str(unit.name) for unit in source.units[:3]) + (" …" if len(source.units) > 3 else "")
+    if not splits:
+        raise UserError(f"There is no text in {config.path or config.name} ({where}): every document is empty.")
+    for split in ("train", "val"):
+        if split not in splits and not (split == "val" and config.split.val == 0):
+            raise UserError(
+                f"The {split} split of {config.path or config.name} ({where}) is empty; the corpus is too small for "
+                f"data.split.val={config.split.val} and data.split.test={config.split.test}. Change these or add text."
+            )
+
+
+def _sweep(partial: Path, sections: list[dict[str, Any]]) -> None:
+    """Remove what only the build needed, and what an interrupted build left behind."""
+    shards = [shard for section in sections for shard in section["splits"].values()]
+    kept = {name for shard in shards for name in (shard["file"], shard["documents_file"])}
+    for file in partial.iterdir():
+        stored = file.suffix in (".bin", ".docs") and file.name in kept
+        if file.is_file() and file.suffix != ".json" and not stored:
+            file.unlink()

@@ -1,0 +1,224 @@
+"""Writing a prepared corpus: section after section, each complete or absent, so that a kill costs at most one section.
+
+A section is about 128 MB of text, read in order; its tokens go to one shard per split. Text is read by one thread and
+tokenised by several (the tokenizers release the interpreter lock), in chunks whose number in flight is bounded: memory
+does not depend on the size of the corpus. Nothing in a store depends on the number of threads, on time, or on where an
+earlier build was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from polarlm.data.atomic import file_sha256, write_json
+from polarlm.data.config import SPLITS
+from polarlm.data.read.documents import Piece
+from polarlm.data.read.source import Source
+from polarlm.data.read.splits import SplitPlan, SplitReader
+from polarlm.data.store.leakage import hash_file, piece_hashes
+from polarlm.data.store.progress import PrepareProgress
+from polarlm.data.tokenizers.tokenizer import Tokenizer
+
+SECTION_BYTES = 128 << 20
+CHUNK_CHARS = 2 << 20
+_CHUNK_PIECES = 4096
+
+
+@dataclass
+class _Encoded:
+    """What one chunk of pieces adds to one split."""
+
+    tokens: list[np.ndarray] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    length: int = 0
+    bytes: int = 0
+    unknown: int = 0
+    hashes: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+def build_sections(
+    folder: Path, source: Source, plan: SplitPlan, tokenizer: Tokenizer, progress: PrepareProgress,
+    workers: int | None = None, section_bytes: int = SECTION_BYTES,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Write every section that is missing or damaged in `folder` and return the records of all, in order."""
+    sections: list[dict[str, Any]] = []
+    state: dict[str, Any] | None = None
+    workers = workers or os.cpu_count() or 1
+    with ThreadPoolExecutor(workers) as pool:
+        while True:
+            record = finished_section(folder, len(sections))
+            if record is None:
+                record = _build_section(
+                    folder,
+                    len(sections),
+                    SplitReader(source, plan, state),
+                    tokenizer,
+                    progress,
+                    pool,
+                    workers,
+                    section_bytes,
+                )
+            if record["splits"] or not sections:
+                sections.append(record)
+            if record["exhausted"]:
+                return sections
+            state = record["end"]
+
+
+def finished_section(folder: Path, number: int) -> dict[str, Any] | None:
+    """The record of a section whose files are all there with the right checksums, else None."""
+    path = folder / f"section-{number:05d}.json"
+    if not path.exists():
+        return None
+    record = json.loads(path.read_text())
+    shards = record["splits"].values()
+    return record if all(shard_damage(folder, shard) is None for shard in shards) else None
+
+
+def shard_damage(folder: Path, shard: dict[str, Any]) -> str | None:
+    """What is wrong with a shard's files (missing, wrong checksum), or None."""
+    for name, wanted in ((shard["file"], shard["sha256"]), (shard["documents_file"], shard["documents_sha256"])):
+        path = folder / name
+        if not path.exists():
+            return f"{name} is missing"
+        if file_sha256(path) != wanted:
+            return f"{name} does not match its checksum"
+    return None
+
+
+def _build_section(
+    folder: Path, number: int, reader: SplitReader, tokenizer: Tokenizer, progress: PrepareProgress,
+    pool: ThreadPoolExecutor, workers: int, section_bytes: int,
+) -> dict[str, Any]:  # fmt: skip
+    begin_bytes = reader.state["bytes"]
+    append_eos = reader.source.config.append_eos and tokenizer.eos_id is not None
+    empty, exhausted = 0, True
+    with contextlib.ExitStack() as stack:
+        writers: dict[str, _ShardWriter] = {}
+
+        def write(future: Future[dict[str, _Encoded]]) -> None:
+            for split, encoded in future.result().items():
+                if split not in writers:
+                    writers[split] = stack.enter_context(_ShardWriter(folder, split, number, tokenizer.dtype))
+                writers[split].add(encoded)
+                progress.advance(len(encoded.starts), encoded.bytes, encoded.length)
+
+        waiting: deque[Future[dict[str, _Encoded]]] = deque()
+        for chunk, size in _chunks(reader, not tokenizer.splittable, min(CHUNK_CHARS, section_bytes)):
+            empty += sum(1 for piece in chunk if piece.first and piece.last and not piece.text)
+            waiting.append(pool.submit(encode_chunk, chunk, tokenizer, append_eos))
+            while len(waiting) > 2 * workers:
+                write(waiting.popleft())
+            if size - begin_bytes >= section_bytes:
+                exhausted = False
+                break
+        while waiting:
+            write(waiting.popleft())
+        splits = {split: writers[split].finish() for split in SPLITS if split in writers}
+    record = {"end": reader.state, "exhausted": exhausted, "empty_documents": empty, "splits": splits}
+    write_json(folder / f"section-{number:05d}.json", record)
+    return record
+
+
+def _chunks(reader: SplitReader, whole_documents: bool, limit: int) -> Iterator[tuple[list[Piece], int]]:
+    """Pieces in groups large enough to be worth a task, with the bytes read so far; ends agree with `reader.state`."""
+    chunk: list[Piece] = []
+    characters = 0
+    for piece in reader:
+        if whole_documents and not piece.first and chunk and chunk[-1].split == piece.split:
+            before = chunk.pop()
+            piece = Piece(before.text + piece.text, before.first, piece.last, piece.split)
+        chunk.append(piece)
+        characters += len(piece.text)
+        complete = piece.last or not whole_documents
+        if complete and reader.at_piece_end and (characters >= limit or len(chunk) >= _CHUNK_PIECES):
+            yield chunk, reader.state["bytes"]
+            chunk, characters = [], 0
+    if chunk:
+        yield chunk, reader.state["bytes"]
+
+
+def encode_chunk(
+    pieces: list[Piece], tokenizer: Tokenizer, append_eos: bool, hashes: bool = True
+) -> dict[str, _Encoded]:
+    """Tokenise some pieces and sort them by split."""
+    result: dict[str, _Encoded] = {}
+    kept = [piece for piece in pieces if piece.text or not piece.first]
+    for piece, ids in zip(kept, tokenizer.encode_batch([piece.text for piece in kept])):
+        into = result.setdefault(piece.split or "train", _Encoded())
+        if piece.first:
+            into.starts.append(into.length)
+        if tokenizer.unknown_id is not None:
+            into.unknown += int(np.count_nonzero(ids == tokenizer.unknown_id))
+        into.tokens.append(ids.astype(tokenizer.dtype, copy=False))
+        into.length += len(ids)
+        into.bytes += len(piece.text.encode())
+        if piece.last and append_eos:
+            into.tokens.append(np.array([tokenizer.eos_id], tokenizer.dtype))
+            into.length += 1
+    for encoded in result.values():
+        encoded.tokens = [np.concatenate(encoded.tokens)]
+    for split, encoded in result.items() if hashes else ():
+        documents, blocks = piece_hashes(piece for piece in kept if (piece.split or "train") == split)
+        encoded.hashes = {"documents": documents, "paragraphs": blocks}
+    return result
+
+
+class _ShardWriter:
+    """Appends to the files of one shard under temporary names; `finish` flushes and renames them."""
+
+    def __init__(self, folder: Path, split: str, number: int, dtype: np.dtype):
+        self.folder, self.split, self.number = folder, split, number
+        stem = f"{split}-{number:05d}"
+        self.names = {"tokens": f"{stem}.bin", "starts": f"{stem}.docs"}
+        self.names |= {what: hash_file(folder, split, what, number).name for what in ("documents", "paragraphs")}
+        self.tokens = self.documents = self.bytes = self.unknown = 0
+
+    def __enter__(self) -> _ShardWriter:
+        self._files = {what: open(self.folder / f"{name}.tmp", "wb") for what, name in self.names.items()}  # noqa: SIM115
+        self._digests = {what: hashlib.sha256() for what in ("tokens", "starts")}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def add(self, encoded: _Encoded) -> None:
+        """Append one encoded chunk."""
+        starts = np.array(encoded.starts, "<u8") + np.uint64(self.tokens)
+        for part in encoded.tokens:
+            self._write("tokens", part.tobytes())
+        self._write("starts", starts.tobytes())
+        for what, hashes in encoded.hashes.items():
+            self._files[what].write(hashes.tobytes())
+        self.tokens += encoded.length
+        self.documents += len(encoded.starts)
+        self.bytes += encoded.bytes
+        self.unknown += encoded.unknown
+
+    def _write(self, what: str, raw: bytes) -> None:
+        self._files[what].write(raw)
+        self._digests[what].update(raw)
+
+    def finish(self) -> dict[str, Any]:
+        """Make the files durable under their final names and return the shard's record."""
+        for what, file in self._files.items():
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(f"{self.folder / self.names[what]}.tmp", self.folder / self.names[what])
+        return {
+            "file": self.names["tokens"], "documents_file": self.names["starts"], "tokens": self.tokens,
+            "documents": self.documents, "bytes": self.bytes, "unknown": self.unknown,
+            "sha256": self._digests["tokens"].hexdigest(), "documents_sha256": self._digests["starts"].hexdigest(),
+        }  # fmt: skip

@@ -1,0 +1,110 @@
+"""What a tokenizer yaml may say, and how each kind is made."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from polarlm.data.tokenizers.tokenizer import (
+    EOS,
+    KINDS,
+    ByteTokenizer,
+    CharTokenizer,
+    Tokenizer,
+    WordTokenizer,
+    is_saved,
+    load_tokenizer,
+)
+from polarlm.errors import UserError
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """One tokenizer: bytes, characters, words, a BPE trained here, or an existing one from a file or the hub."""
+
+    kind: str = "bpe"
+    vocab_size: int | None = None
+    min_frequency: int = 2
+    special_tokens: tuple[str, ...] = (EOS,)
+    train_bytes: int = 200_000_000
+    path: str | None = None
+    local: str | None = None
+    hub: str | None = None
+    revision: str | None = None
+    eos: str | None = None
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the ids, given the corpus."""
+        if self.kind in ("byte", "char"):
+            return {"kind": self.kind}
+        if self.kind in ("file", "hub"):
+            return {
+                "kind": "file",
+                "sha256": hashlib.sha256(_tokenizer_json(self).read_bytes()).hexdigest(),
+                "eos": self.eos,
+            }
+        return json.loads(json.dumps(asdict(self)))
+
+
+def read_tokenizer_config(given: Mapping[str, Any]) -> TokenizerConfig:
+    """Check the plain mapping of a tokenizer yaml."""
+    known = [f.name for f in fields(TokenizerConfig)]
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=3, cutoff=0.4) or known
+            raise UserError(f"tokenizer.{key} is not an option. Did you mean {', '.join(near)}?")
+    values = {key: value for key, value in given.items() if value is not None}
+    values["special_tokens"] = tuple(values.get("special_tokens", (EOS,)))
+    config = TokenizerConfig(**values)
+    if config.kind not in KINDS:
+        raise UserError(f"tokenizer.kind={config.kind!r} is not allowed; choose one of {', '.join(KINDS)}.")
+    if config.kind == "bpe" and config.vocab_size is None:
+        raise UserError("tokenizer.vocab_size is missing; a trained BPE needs one, for example 2048.")
+    return config
+
+
+def make_tokenizer(config: TokenizerConfig, texts: Callable[[bool], Iterator[str]]) -> Tokenizer:
+    """Build the tokenizer; `texts(train_only)` gives the corpus to those that learn from it."""
+    if config.kind == "byte":
+        return ByteTokenizer()
+    if config.kind == "char":
+        # The alphabet of all splits: a character that only occurs in val would otherwise have no id.
+        return CharTokenizer.train(texts(False))
+    if config.kind == "word":
+        return WordTokenizer.train(texts(True), config.vocab_size, config.min_frequency)
+    from polarlm.data.tokenizers.bpe import SubwordTokenizer
+
+    if config.kind == "bpe":
+        assert config.vocab_size is not None
+        learned_from = _first_bytes(texts(True), config.train_bytes)
+        return SubwordTokenizer.train(learned_from, config.vocab_size, config.min_frequency, config.special_tokens)
+    file = _tokenizer_json(config)
+    return load_tokenizer(file.parent) if is_saved(file.parent) else SubwordTokenizer.from_file(file, config.eos)
+
+
+def _first_bytes(texts: Iterator[str], limit: int) -> Iterator[str]:
+    seen = 0
+    for text in texts:
+        yield text
+        seen += len(text.encode())
+        if seen >= limit:
+            return
+
+
+def _tokenizer_json(config: TokenizerConfig) -> Path:
+    if config.path is not None:
+        path = Path(config.path).expanduser()
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if not file.is_file():
+            raise UserError(
+                f"tokenizer.path={config.path}: no tokenizer.json there. Give such a file or a folder holding one."
+            )
+        return file
+    from polarlm.data.read.locate import hub_tokenizer
+
+    return hub_tokenizer(config)

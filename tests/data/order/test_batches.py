@@ -1,0 +1,114 @@
+from collections import Counter
+from collections.abc import Callable
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+
+from polarlm.data import Corpus
+from polarlm.data.order.batches import IGNORED, EvalBatches, WindowSequences, train_batches
+from polarlm.errors import UserError
+from tests.data.conftest import made_up_documents
+
+Build = Callable[..., Corpus]
+
+
+@pytest.fixture
+def corpus(documents: list[str], corpus_of: Build) -> Corpus:
+    return corpus_of(documents, section_bytes=20_000)
+
+
+def test_targets_are_the_next_tokens(corpus: Corpus) -> None:
+    store = corpus.store("train")
+    sequences = WindowSequences(store, 32, seed=1)
+    numbers = np.arange(50)
+    tokens, targets, documents = sequences.rows(numbers)
+    for row, begin in enumerate(sequences.begins(numbers).tolist()):
+        assert np.array_equal(tokens[row], store[begin : begin + 32])
+        assert np.array_equal(targets[row], store[begin + 1 : begin + 33])
+    assert documents is None
+
+
+def test_an_epoch_covers_the_text_and_the_next_is_ordered_otherwise(corpus: Corpus) -> None:
+    store = corpus.store("train")
+    sequences = WindowSequences(store, 64, seed=3)
+    count = sequences.order.per_epoch
+    epochs = [sequences.begins(np.arange(e * count, (e + 1) * count)) for e in range(2)]
+    for begins in epochs:
+        covered = np.zeros(len(store), int)
+        for begin in begins.tolist():
+            covered[begin : begin + 64] += 1
+        assert (covered == 0).sum() <= 2 * 64 and (covered > 1).sum() <= 64
+    assert not np.array_equal(*epochs)
+
+
+@pytest.mark.parametrize(("world", "micro", "accumulate"), [(1, 16, 1), (2, 8, 1), (4, 4, 1), (2, 4, 2), (1, 4, 4)])
+def test_ranks_and_micro_batches_give_the_same_global_batches(
+    corpus: Corpus, world: int, micro: int, accumulate: int
+) -> None:
+    store = corpus.store("train")
+    wanted = [batch["tokens"] for batch in islice(train_batches(WindowSequences(store, 16, seed=5), 16), 6)]
+    ranks = [train_batches(WindowSequences(store, 16, seed=5), micro, rank, world) for rank in range(world)]
+    for step in range(6):
+        rows = [next(rank)["tokens"] for _ in range(accumulate) for rank in ranks]
+        assert torch.equal(torch.cat(rows), wanted[step])
+
+
+def test_starting_at_any_step_continues_exactly(corpus: Corpus) -> None:
+    store = corpus.store("train")
+    whole = list(islice(train_batches(WindowSequences(store, 16, seed=2), 4), 3000))
+    for start in (1, 7, 1023, 2990):
+        late = next(train_batches(WindowSequences(store, 16, seed=2), 4, start=start))
+        assert torch.equal(late["tokens"], whole[start]["tokens"])
+
+
+def test_seeds_differ(corpus: Corpus) -> None:
+    rows = [WindowSequences(corpus.store("train"), 16, seed=s).begins(np.arange(100)) for s in (1, 2)]
+    assert (rows[0] != rows[1]).mean() > 0.9
+
+
+def test_borders_are_masked_and_documents_numbered(corpus: Corpus) -> None:
+    store, eos = corpus.store("train"), corpus.tokenizer.eos_id
+    tokens, targets, documents = WindowSequences(store, 128, seed=1, mask_documents=True).rows(np.arange(40))
+    assert documents is not None
+    border = tokens == eos
+    assert (targets[border] == IGNORED).all() and (targets[~border] != IGNORED).all()
+    # A document's number rises right after its end.
+    assert np.array_equal(np.diff(documents, axis=1) == 1, border[:, :-1])
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("tokens", [None, 1000])
+def test_evaluation_counts_every_token_but_the_first_once(corpus: Corpus, world: int, tokens: int | None) -> None:
+    store = corpus.store("val")
+    loaders = [EvalBatches(store, 48, 5, rank, world, tokens) for rank in range(world)]
+    assert len({len(loader) for loader in loaders}) == 1
+    counted: Counter[int] = Counter()
+    for loader in loaders:
+        batches = list(loader)
+        assert len(batches) == len(loader)
+        for batch in batches:
+            assert batch["tokens"].shape == (5, 48)
+            counted.update(batch["targets"][batch["targets"] != IGNORED].tolist())
+    assert counted == Counter(store[1:tokens].tolist())
+
+
+def test_evaluation_order_is_the_text(corpus: Corpus) -> None:
+    store = corpus.store("val")
+    targets = torch.cat([batch["targets"].flatten() for batch in EvalBatches(store, 48, 5)])
+    assert targets[targets != IGNORED].tolist() == store[1:].tolist()
+
+
+def test_a_context_longer_than_the_text_is_refused(corpus_of: Build) -> None:
+    corpus = corpus_of(made_up_documents(12, longest=3))
+    length = len(corpus.store("train"))
+    WindowSequences(corpus.store("train"), length - 1, seed=1).rows(np.arange(3))
+    with pytest.raises(UserError, match=rf"model.context={length} is longer than the train split \({length} tokens"):
+        WindowSequences(corpus.store("train"), length, seed=1)
+
+
+def test_a_corpus_smaller_than_one_batch_repeats_itself(corpus_of: Build) -> None:
+    store = corpus_of(made_up_documents(12, longest=3)).store("train")
+    batch = next(train_batches(WindowSequences(store, len(store) // 2, seed=1), 64))
+    assert batch["tokens"].shape[0] == 64

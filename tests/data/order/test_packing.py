@@ -1,0 +1,71 @@
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from polarlm.data import Corpus
+from polarlm.data.order.batches import IGNORED
+from polarlm.data.order.packing import PackedSequences
+from tests.data.conftest import made_up_documents
+
+Build = Callable[..., Corpus]
+CONTEXT = 256
+
+
+@pytest.fixture
+def corpus(corpus_of: Build) -> Corpus:
+    return corpus_of(made_up_documents(300, longest=80), "bpe", section_bytes=9000)
+
+
+def packed(corpus: Corpus, packing: str, **options: bool) -> PackedSequences:
+    return PackedSequences(corpus.store("train"), CONTEXT, 1, packing, padding=7, **options)
+
+
+@pytest.mark.parametrize("packing", ["aligned", "best_fit"])
+def test_an_epoch_holds_every_token_exactly_once(corpus: Corpus, packing: str) -> None:
+    sequences = packed(corpus, packing, mask_documents=True)
+    tokens, targets, documents = sequences.rows(np.arange(sequences.order.per_epoch))
+    store = corpus.store("train")
+    assert documents is not None
+    padding = int((tokens.size) - len(store))
+    counted = Counter(tokens.flatten().tolist())
+    counted[7] -= padding
+    assert +counted == Counter(store[:].tolist())
+    # Only the last token of a document (nothing follows it) and the padding are without a target.
+    assert (targets != IGNORED).sum() == len(store) - store.documents
+
+
+@pytest.mark.parametrize("packing", ["aligned", "best_fit"])
+def test_every_document_begins_a_sequence_or_follows_a_whole_one(corpus: Corpus, packing: str) -> None:
+    sequences = packed(corpus, packing, mask_documents=True)
+    tokens, _, documents = sequences.rows(np.arange(sequences.order.per_epoch))
+    assert documents is not None
+    eos = corpus.tokenizer.eos_id
+    changes = np.diff(documents, axis=1) == 1
+    assert (tokens[:, :-1][changes] == eos).all()
+
+
+def test_targets_do_not_cross_documents(corpus: Corpus) -> None:
+    tokens, targets, documents = packed(corpus, "best_fit", mask_documents=True).rows(np.arange(20))
+    assert documents is not None
+    inside = (documents[:, 1:] == documents[:, :-1]) & (targets[:, :-1] != IGNORED)
+    assert (targets[:, :-1][inside] == tokens[:, 1:][inside]).all()
+    assert (targets[:, :-1][documents[:, 1:] != documents[:, :-1]] == IGNORED).all()
+
+
+def test_a_long_document_continues_in_its_next_chunk(corpus_of: Build) -> None:
+    corpus = corpus_of(made_up_documents(12, longest=4000), "bpe")
+    sequences = packed(corpus, "aligned")
+    _, targets, documents = sequences.rows(np.arange(sequences.order.per_epoch))
+    assert documents is None
+    assert (targets != IGNORED).sum() == len(corpus.store("train")) - corpus.store("train").documents
+
+
+def test_best_fit_wastes_less_than_packing_in_order(corpus: Corpus) -> None:
+    assert packed(corpus, "best_fit").filled > max(packed(corpus, "aligned").filled, 0.95)
+
+
+def test_the_order_is_a_function_of_the_seed(corpus: Corpus) -> None:
+    first, second = (packed(corpus, "best_fit").rows(np.arange(30))[0] for _ in range(2))
+    assert np.array_equal(first, second)

@@ -1,0 +1,100 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polarlm.data.config import DataConfig, SplitConfig, read_config
+from polarlm.data.read.source import Source, open_source
+from polarlm.data.read.splits import SplitReader, plan_splits
+from polarlm.errors import UserError
+from tests.data.conftest import made_up_documents
+
+Write = Callable[[list[str]], Path]
+
+
+def source_of(path: Path, **options: Any) -> Source:
+    return open_source(DataConfig(path=str(path), **options), path)
+
+
+def split(source: Source, **options: Any) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {"train": [], "val": [], "test": []}
+    for piece in SplitReader(source, plan_splits(source, SplitConfig(**options))):
+        found[str(piece.split)].append(piece.text)
+    return found
+
+
+def test_duplicates_never_cross_a_hash_split(folder_of: Write) -> None:
+    texts = made_up_documents(300)
+    again = [f"{text.replace(' ', '  ')}\n" for text in texts]  # with other white space
+    found = split(source_of(folder_of(texts + again)), rule="hash", val=0.2, test=0.2)
+    keys = {name: {" ".join(text.split()) for text in group} for name, group in found.items()}
+    assert not keys["train"] & keys["val"] and not keys["train"] & keys["test"] and not keys["val"] & keys["test"]
+    assert sum(map(len, keys.values())) == 300 and sum(map(len, found.values())) == 600
+
+
+def test_a_document_keeps_its_split_when_others_are_added(folder_of: Write) -> None:
+    texts = made_up_documents(1150, longest=5)
+    before = split(source_of(folder_of(texts[:1050])), rule="hash", val=0.1)
+    after = split(source_of(folder_of(texts)), rule="hash", val=0.1)
+    assert set(before["val"]) <= set(after["val"]) and set(before["train"]) <= set(after["train"])
+
+
+def test_few_documents_still_fill_every_split(folder_of: Write) -> None:
+    found = split(source_of(folder_of(made_up_documents(12))), rule="hash", val=0.01, test=0.01)
+    assert [len(found[name]) for name in ("train", "val", "test")] == [10, 1, 1]
+
+
+def test_one_document_is_cut_by_position_between_characters(tmp_path: Path) -> None:
+    text = "ä" * 1000
+    (tmp_path / "one.txt").write_text(text)
+    found = {name: "".join(parts) for name, parts in split(source_of(tmp_path / "one.txt"), val=0.1001).items()}
+    assert found["train"] + found["val"] == text and len(found["val"]) == 101 and not found["test"]
+
+
+def test_own_splits_win_and_are_demanded_by_rule_own(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("t")
+    (tmp_path / "valid.txt").write_text("v")
+    assert split(source_of(tmp_path)) == {"train": ["t"], "val": ["v"], "test": []}
+    (tmp_path / "valid.txt").unlink()
+    with pytest.raises(UserError, match="rule=own found files or splits for None, but train and val are needed"):
+        split(source_of(tmp_path), rule="own")
+    (tmp_path / "test.txt").write_text("t")
+    # Dividing anew would train on the test file.
+    with pytest.raises(UserError, match="rule=auto found files or splits for test, train"):
+        split(source_of(tmp_path))
+
+
+def test_a_byte_limit_holds_for_every_own_split(tmp_path: Path) -> None:
+    for name in ("train", "valid"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{name} {i:04d}"}}\n' for i in range(100)))
+    found = split(source_of(tmp_path, max_bytes=200))
+    assert [len(found["train"]), len(found["val"])] == [20, 20]
+
+
+def test_reading_on_from_any_state_gives_the_rest(folder_of: Write) -> None:
+    source = source_of(folder_of(made_up_documents(40)))
+    plan = plan_splits(source, SplitConfig(rule="position", val=0.3, test=0.2))
+    reader = SplitReader(source, plan)
+    seen, places = [], []
+    for piece in reader:
+        seen.append(piece)
+        if reader.at_piece_end:
+            places.append((len(seen), reader.state))
+    for count, state in places:
+        assert list(SplitReader(source, plan, state)) == seen[count:]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pth": "x"}, r"data.pth is not an option. Did you mean path"),
+        ({"split": {"rulle": "own"}}, "data.split.rulle is not an option. Did you mean rule"),
+        ({"split": {"rule": "random"}}, "choose one of auto, own, hash, position"),
+        ({"split": {"val": 0.7, "test": 0.4}}, "sum is below 1"),
+        ({"packing": "tight"}, "choose one of stream, aligned, best_fit"),
+    ],
+)
+def test_wrong_options_name_the_right_ones(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_config(options)
