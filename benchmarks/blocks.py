@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from benchmarks.timing import interleaved
 from polarlm.attention.kernels import DirectionalNoise, RadialNoise, robust_attention
 from polarlm.model import GPT, GPTConfig
-from polarlm.training.throughput import measured_peak
+from polarlm.training.loggers.throughput import measured_peak
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 # Name in the table -> (yaml of configs/block, what differs from it).

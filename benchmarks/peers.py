@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from benchmarks.blocks import SHAPE, VOCABULARY, build, training_step
 from benchmarks.timing import interleaved
-from polarlm.training.throughput import measured_peak
+from polarlm.training.loggers.throughput import measured_peak
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 from benchmarks.spine import ROOT, composed
 from polarlm.diagnostics import run_probe
 from polarlm.launch.train import Job, prepare, quiet_libraries
-from polarlm.training.loggers import build_loggers, finish_loggers
+from polarlm.training.loggers.sinks import build_loggers, finish_loggers
 from polarlm.training.optimiser import build_adamw
 from polarlm.training.probing import probe_batch
 

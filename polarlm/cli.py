@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     from polarlm.data import commands as data
     from polarlm.evaluation import commands as evaluation
     from polarlm.report import commands as report
-    from polarlm.training import wandb_workspace
+    from polarlm.training.loggers import wandb_workspace
 
     top = argparse.ArgumentParser(
         prog="python -m polarlm", description="Look at, use and compare trained runs. (--debug shows tracebacks)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from polarlm.training.progress import clock, short
+from polarlm.training.loggers.progress import clock, short
 
 
 def final_table(summary: dict[str, Any], folder: Path, sample: str | None) -> str:

@@ -23,7 +23,7 @@ from polarlm.model import GPT
 from polarlm.training.batching import BatchPlan, plan_batches, total_steps
 from polarlm.training.build import build_model, warn_about_idle_settings
 from polarlm.training.hardware import choose_accelerator, choose_compile, choose_precision, use_tensor_cores
-from polarlm.training.loggers import build_loggers, command_overrides, finish_loggers, sweep_group
+from polarlm.training.loggers.sinks import build_loggers, command_overrides, finish_loggers, sweep_group
 from polarlm.training.run_folder import choose_folder, environment, read_json, write_json, write_text
 
 FOLDER_VARIABLE = "POLARLM_RUN_DIR"  # how rank 0 tells the processes it starts where the run lives
@@ -209,13 +209,14 @@ def fit(job: Job, folder: Path, loggers: Sequence[Any] = (), extra: Sequence[Any
     """Lightning's loop with our callbacks, and `extra` ones after them; `loggers` copy what metrics.jsonl gets."""
     import lightning.pytorch as pl
 
-    from polarlm.training.callbacks import JsonLines, Recorder, StepSeed, Validation
+    from polarlm.training.callbacks import Recorder, StepSeed, Validation
     from polarlm.training.checkpoints import LastCheckpoint, SafeCheckpointIO
+    from polarlm.training.loggers.json_lines import JsonLines
+    from polarlm.training.loggers.progress import Progress
+    from polarlm.training.loggers.throughput import StepTimes, hardware_peak
     from polarlm.training.module import LanguageModel
     from polarlm.training.probing import Probing
-    from polarlm.training.progress import Progress
     from polarlm.training.signals import GracefulStop
-    from polarlm.training.throughput import StepTimes, hardware_peak
 
     t, config = job.config["trainer"], job.config
     recorder = Recorder(
@@ -296,7 +297,7 @@ def finish(job: Job, folder: Path) -> float:
     from polarlm.evaluation.judge import baseline_numbers
     from polarlm.evaluation.restore import load_run, load_weights, save_weights
     from polarlm.report.figure import write_summary_png
-    from polarlm.training.callbacks import JsonLines
+    from polarlm.training.loggers.json_lines import JsonLines
 
     config = job.config
     checkpoints = folder / "checkpoints"

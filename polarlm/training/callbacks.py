@@ -6,19 +6,15 @@ validation: a kill in between would lose the point for ever. Here the row is on 
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
-from lightning.pytorch.utilities import rank_zero_only
 
+from polarlm.training.loggers.json_lines import JsonLines
 from polarlm.training.validation import evaluate
 
 
@@ -33,58 +29,6 @@ class StepSeed(pl.Callback):
     ) -> None:
         micro = batch_index % trainer.accumulate_grad_batches
         torch.manual_seed((((self.seed * 1_000_003 + trainer.global_step) * 1009) + trainer.global_rank) * 1009 + micro)
-
-
-class JsonLines(Logger):
-    """metrics.jsonl: one object per logging step, append-only; the truth that every other sink copies."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
-
-    name = "metrics"
-    version = ""
-
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> Path:
-        return self.path
-
-    @rank_zero_only
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """The configuration is in config.yaml."""
-
-    @rank_zero_only
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Append one row; numbers that JSON does not know (nan, inf) are written as null."""
-        row = {k: (None if isinstance(v, float) and not math.isfinite(v) else v) for k, v in metrics.items()}
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-
-    @rank_zero_only
-    def rewind(self, step: int) -> None:
-        """Drop the rows after `step` (written after the checkpoint we continue from) and a torn last line."""
-        if not self.path.exists():
-            return
-        kept = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if row["step"] <= step:
-                kept.append(line)
-        beside = self.path.with_name(".metrics.jsonl.tmp")
-        beside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        os.replace(beside, self.path)
-
-    def rows(self) -> list[dict[str, Any]]:
-        """All rows written so far."""
-        return (
-            [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
-            if self.path.exists()
-            else []
-        )
 
 
 class Recorder(pl.Callback):

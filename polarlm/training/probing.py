@@ -20,7 +20,8 @@ from torch import Tensor
 
 from polarlm.diagnostics import eval_mode, run_probe
 from polarlm.errors import UserError
-from polarlm.training.callbacks import JsonLines, Recorder
+from polarlm.training.callbacks import Recorder
+from polarlm.training.loggers.json_lines import JsonLines
 
 
 class Probing(pl.Callback):

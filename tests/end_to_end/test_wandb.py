@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.training.offline_wandb import read_offline_run
+from tests.training.loggers.offline_wandb import read_offline_run
 
 
 def recorded(shell, name):

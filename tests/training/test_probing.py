@@ -11,7 +11,8 @@ import torch
 from polarlm.attention import PolarAttention
 from polarlm.errors import UserError
 from polarlm.model import GPT, GPTConfig
-from polarlm.training.callbacks import JsonLines, Recorder, StepSeed
+from polarlm.training.callbacks import Recorder, StepSeed
+from polarlm.training.loggers.json_lines import JsonLines
 from polarlm.training.module import LanguageModel
 from polarlm.training.probing import Probing, probe_batch
 

@@ -4,7 +4,6 @@ import pytest
 import yaml
 
 from polarlm.errors import UserError
-from polarlm.training.callbacks import JsonLines
 from polarlm.training.run_folder import choose_folder, default_name
 
 
@@ -63,18 +62,3 @@ def test_the_default_name_changes_with_what_decides_the_numbers_and_with_nothing
 def test_names_that_are_not_one_folder_are_refused(config, name):
     with pytest.raises(UserError, match="folder name"):
         choose_folder({**config, "name": name})
-
-
-def test_rewinding_metrics_drops_later_rows_and_a_torn_line(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 10}\n{"step": 20}\n{"step": 30}\n{"st')
-    lines = JsonLines(path)
-    lines.rewind(20)
-    assert [row["step"] for row in lines.rows()] == [10, 20]
-
-
-def test_infinite_losses_are_written_as_null_so_that_every_line_is_json(tmp_path):
-    lines = JsonLines(tmp_path / "metrics.jsonl")
-    lines.log_metrics({"step": 1, "train/loss": float("nan")})
-    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
-    assert lines.rows() == [{"step": 1, "train/loss": None}]

@@ -110,7 +110,7 @@ def run(options: argparse.Namespace) -> int:
         options.out.write_text(json.dumps(layout(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         print(f"{options.out}: {sum(len(s.panels) for s in LAYOUT)} panels in {len(LAYOUT)} sections")
         return 0
-    from polarlm.training.wandb_mode import logged_in, reachable, server
+    from polarlm.training.loggers.wandb_mode import logged_in, reachable, server
 
     hint = "`python -m polarlm wandb-workspace --out workspace.json` writes the layout without it"
     try:

@@ -1,6 +1,6 @@
 from polarlm.launch.table import step_split
 from polarlm.launch.train import median
-from polarlm.training.throughput import gpu_peak, hardware_peak, measured_peak
+from polarlm.training.loggers.throughput import gpu_peak, hardware_peak, measured_peak
 
 
 def test_known_gpus_have_a_peak_per_precision_and_unknown_ones_have_none():

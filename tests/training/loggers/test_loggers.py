@@ -17,11 +17,11 @@ from polarlm.attention import PolarAttention
 from polarlm.diagnostics import run_probe
 from polarlm.errors import UserError
 from polarlm.model import GPT, GPTConfig
-from polarlm.training import loggers as loggers_module
-from polarlm.training import wandb_mode
-from polarlm.training.loggers import build_loggers, command_overrides, finish_loggers
+from polarlm.training.loggers import sinks as loggers_module
+from polarlm.training.loggers import wandb_mode
+from polarlm.training.loggers.sinks import build_loggers, command_overrides, finish_loggers
 from tests.conftest import ROOT
-from tests.training.offline_wandb import read_offline_run
+from tests.training.loggers.offline_wandb import read_offline_run
 
 
 def config_of(**changes):
@@ -250,7 +250,7 @@ class TestMode:
             return real(mode=mode, **arguments)
 
         monkeypatch.setattr(wandb, "init", init)
-        monkeypatch.setattr("polarlm.training.wandb_sink.choose_mode", lambda wanted: ("online", None))
+        monkeypatch.setattr("polarlm.training.loggers.wandb_sink.choose_mode", lambda wanted: ("online", None))
         (sink,) = build_loggers(config_of(), folder)
         finish_loggers([sink], "finished")
         (first, first_id), (second, second_id) = started

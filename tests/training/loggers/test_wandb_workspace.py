@@ -11,9 +11,9 @@ from polarlm.attention import PolarAttention
 from polarlm.diagnostics import run_probe
 from polarlm.errors import UserError
 from polarlm.model import GPT, GPTConfig
-from polarlm.training import wandb_mode
-from polarlm.training.wandb_sink import HEAT_MAPS
-from polarlm.training.wandb_workspace import LAYOUT, add_parser, build_workspace
+from polarlm.training.loggers import wandb_mode
+from polarlm.training.loggers.wandb_sink import HEAT_MAPS
+from polarlm.training.loggers.wandb_workspace import LAYOUT, add_parser, build_workspace
 
 # The rows of metrics.jsonl (Recorder, Validation).
 LOGGED = {"train/loss", "val/loss", "val/perplexity", "val/bits_per_byte", "tokens_per_second"}

@@ -33,11 +33,11 @@ def build_loggers(config: dict[str, Any], folder: Path) -> list[Logger]:
     overrides, swept = command_overrides()
     tags = [tag[:MAX_TAG] for tag in overrides if key_of(tag) in swept or (not swept and not is_place(tag))]
     if kind == "wandb":
-        from polarlm.training.wandb_sink import start_wandb
+        from polarlm.training.loggers.wandb_sink import start_wandb
 
         sink = start_wandb(config, folder, group=config["group"], tags=tags)
         return [] if sink is None else [sink]
-    from polarlm.training.trackio_sink import TrackioSink
+    from polarlm.training.loggers.trackio_sink import TrackioSink
 
     return [TrackioSink(config, folder, group=config["group"])]
 

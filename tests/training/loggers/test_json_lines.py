@@ -1,0 +1,16 @@
+from polarlm.training.loggers.json_lines import JsonLines
+
+
+def test_rewinding_metrics_drops_later_rows_and_a_torn_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 10}\n{"step": 20}\n{"step": 30}\n{"st')
+    lines = JsonLines(path)
+    lines.rewind(20)
+    assert [row["step"] for row in lines.rows()] == [10, 20]
+
+
+def test_infinite_losses_are_written_as_null_so_that_every_line_is_json(tmp_path):
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    lines.log_metrics({"step": 1, "train/loss": float("nan")})
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+    assert lines.rows() == [{"step": 1, "train/loss": None}]
