@@ -25,10 +25,11 @@ from omegaconf import OmegaConf
 
 from benchmarks.spine import ROOT, composed
 from polarlm.diagnostics import run_probe
-from polarlm.launch.train import Job, prepare, quiet_libraries
+from polarlm.training.job import Job, build_job
 from polarlm.training.loggers.sinks import build_loggers, finish_loggers
 from polarlm.training.optimiser import build_adamw
 from polarlm.training.probing import probe_batch
+from polarlm.training.quiet import quiet_libraries
 
 
 def measure(overrides: list[str], rounds: int, steps: int, compiled: bool) -> dict[str, float | str]:
@@ -37,7 +38,7 @@ def measure(overrides: list[str], rounds: int, steps: int, compiled: bool) -> di
     diagnostics = OmegaConf.load(ROOT / "configs" / "diagnostics" / "default.yaml")
     config["logger"] = {"kind": "wandb", "project": "benchmark", "entity": None, "mode": "offline"}
     os.environ["WANDB_MODE"] = "offline"
-    job = prepare(config)
+    job = build_job(config)
     batch = probe_batch(job.data, tokens=diagnostics.tokens, length=diagnostics.length)
     kinds = {"eager": job.model.loss} | ({"compiled": torch.compile(job.model.loss)} if compiled else {})
     parts = {kind: stepper(job, loss, steps) for kind, loss in kinds.items()}

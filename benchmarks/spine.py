@@ -21,8 +21,10 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from polarlm.launch.train import Job, fit, prepare, quiet_libraries
+from polarlm.training.fit import fit
+from polarlm.training.job import Job, build_job
 from polarlm.training.optimiser import build_adamw
+from polarlm.training.quiet import quiet_libraries
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -79,7 +81,7 @@ class Watch(pl.Callback):
 
 def trainer_steps(config: dict) -> tuple[list[float], list[float]]:
     """Seconds of each step of our own path, and the seconds its logged steps waited for data."""
-    job, watch = prepare(config), Watch()
+    job, watch = build_job(config), Watch()
     with tempfile.TemporaryDirectory() as folder:
         fit(job, Path(folder), extra=[watch])
         rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
@@ -98,7 +100,7 @@ def main() -> None:
     ours: list[float] = []
     data: list[float] = []
     for _ in range(options.rounds):
-        bare += bare_steps(prepare(config))[5:]
+        bare += bare_steps(build_job(config))[5:]
         steps, waits = trainer_steps(config)
         ours += steps[5:]
         data += waits[1:]

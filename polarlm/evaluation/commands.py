@@ -25,9 +25,9 @@ def add_parser(verbs: Any) -> None:
 def generate(options: argparse.Namespace) -> int:
     """Print the prompt and its continuation."""
     from polarlm.evaluation.generate import sample_text
-    from polarlm.evaluation.restore import load_run
+    from polarlm.runs.restore import restore_run
 
-    run = load_run(options.folder, options.device)
+    run = restore_run(options.folder, options.device)
     text = sample_text(
         run.model,
         run.tokenizer,

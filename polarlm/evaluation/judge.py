@@ -7,9 +7,9 @@ from typing import Any
 
 from polarlm.data import Corpus, LMDataModule, build_corpus
 from polarlm.errors import UserError
-from polarlm.evaluation.restore import Run
+from polarlm.runs.files import read_json
+from polarlm.runs.restore import RestoredRun
 from polarlm.training.batching import plan_batches
-from polarlm.training.run_folder import read_json
 from polarlm.training.validation import evaluate
 
 
@@ -22,7 +22,7 @@ def baseline_numbers(losses: dict[str, float], corpus: Corpus) -> dict[str, dict
     }
 
 
-def judge(run: Run, split: str, cache_dir: str) -> dict[str, Any]:
+def judge(run: RestoredRun, split: str, cache_dir: str) -> dict[str, Any]:
     """Numbers of a run on a split of the corpus it was trained on, exactly as at the end of its training."""
     config = run.config
     corpus = build_corpus(config["data"], config["tokenizer"], cache_dir)

@@ -123,7 +123,7 @@ def _known_keys() -> list[tuple[str, object]]:
     from hydra.core.global_hydra import GlobalHydra
     from omegaconf import OmegaConf
 
-    from polarlm.training.run_folder import flatten
+    from polarlm.runs.identity import flatten
 
     groups = {p.name for p in CONFIGS.iterdir() if p.is_dir()}
     chosen = []

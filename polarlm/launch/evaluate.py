@@ -13,12 +13,12 @@ from polarlm.errors import UserError
 def evaluate_run(cfg: DictConfig) -> float:
     """Evaluate the checkpoint, print its numbers and the protocol; returns the loss."""
     from polarlm.evaluation.judge import judge
-    from polarlm.evaluation.restore import load_run
-    from polarlm.training.run_folder import write_json
+    from polarlm.runs.files import write_json
+    from polarlm.runs.restore import restore_run
 
     if OmegaConf.is_missing(cfg, "checkpoint"):
         raise UserError("checkpoint must be given: python eval.py checkpoint=runs/<name>")
-    run = load_run(str(cfg.checkpoint), cfg.device)
+    run = restore_run(str(cfg.checkpoint), cfg.device)
     found = judge(run, cfg.split, cfg.cache_dir)
     loss, perplexity, bits = (found[f"{cfg.split}/{key}"] for key in ("loss", "perplexity", "bits_per_byte"))
     print(f"{run.folder}  ({run.weights.name})")

@@ -80,10 +80,10 @@ def _write_all(arguments: argparse.Namespace, cache: dict, reload_seconds: float
     from polarlm.report.page import write_page
     from polarlm.report.payload import build_payload
     from polarlm.report.picture import write_picture
-    from polarlm.report.runs import find_run_folders, load_runs
     from polarlm.report.tables import csv_report, json_report, text_report
+    from polarlm.runs.reading import find_run_folders, read_runs
 
-    groups = group_runs(load_runs(find_run_folders(arguments.runs), cache))
+    groups = group_runs(read_runs(find_run_folders(arguments.runs), cache))
     judgement = judge(groups, arguments.metric, arguments.baseline)
     out = Path(arguments.out).absolute() if arguments.out else None
     if arguments.text:
@@ -103,7 +103,7 @@ def _write_all(arguments: argparse.Namespace, cache: dict, reload_seconds: float
 
 
 def _emit(target: str, text: str) -> None:
-    from polarlm.training.run_folder import write_text
+    from polarlm.runs.files import write_text
 
     if target == "-":
         sys.stdout.write(text)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from polarlm.report.runs import Run, load_run
+from polarlm.runs.reading import Run, read_run
 
 INK, ACCENT, FAINT = "#24292f", "#0072B2", "#9aa4ae"
 DPI = 150
@@ -16,7 +16,7 @@ def write_summary_png(run_folder: str | Path) -> Path:
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
-    run = load_run(Path(run_folder))
+    run = read_run(Path(run_folder))
     rms = {p.tokens: p.values["radial/residual_rms"] for p in run.probes if "radial/residual_rms" in p.values}
     figure = Figure(figsize=(10.5 if rms else 5.6, 3.8), layout="constrained")
     FigureCanvasAgg(figure)  # no display and no global state: training may draw from any thread

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polarlm.report.runs import Run
-from polarlm.training.run_folder import IRRELEVANT, IRRELEVANT_TRAINER
+from polarlm.runs.identity import IRRELEVANT, IRRELEVANT_TRAINER
+from polarlm.runs.reading import Run
 
 # Where and under which name a run was made says nothing about what it is.
 NEVER_COMPARED = ("seed", "choices", "hydra", *IRRELEVANT, *(f"trainer.{key}" for key in IRRELEVANT_TRAINER))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from polarlm.errors import UserError
 from polarlm.report.groups import Group
-from polarlm.report.runs import Run
+from polarlm.runs.reading import Run
 from polarlm.verdict.statistics import (
     NO_DIFFERENCE,
     Budget,

@@ -107,7 +107,15 @@ def numbers(rows: list[dict]) -> list[dict]:
 def forkserver():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch", "lightning.pytorch", "hydra", "datasets", "polarlm.launch.train", "polarlm.training.module"]
+        [
+            "torch",
+            "lightning.pytorch",
+            "hydra",
+            "datasets",
+            "polarlm.launch.train",
+            "polarlm.training.fit",
+            "polarlm.training.module",
+        ]
     )
     return context
 

@@ -3,11 +3,11 @@
 from synthetic_runs import write_run, write_sweep
 
 from polarlm.report.groups import config_differences, group_runs
-from polarlm.report.runs import load_run
+from polarlm.runs.reading import read_run
 
 
 def test_seeds_of_a_block_form_a_group_with_the_baseline_first(tmp_path):
-    runs = [load_run(f) for f in write_sweep(tmp_path, blocks=("polar", "standard"), diagnostics=False)]
+    runs = [read_run(f) for f in write_sweep(tmp_path, blocks=("polar", "standard"), diagnostics=False)]
     groups = group_runs(runs)
     assert [g.label for g in groups] == ["standard", "polar"]
     assert groups[1].seeds == (1, 2, 3)
@@ -15,9 +15,9 @@ def test_seeds_of_a_block_form_a_group_with_the_baseline_first(tmp_path):
 
 def test_a_varied_setting_of_a_block_splits_that_block_only(tmp_path):
     runs = [
-        load_run(write_run(tmp_path / "a", "standard", diagnostics=False)),
-        load_run(write_run(tmp_path / "b", "polar", diagnostics=False)),
-        load_run(write_run(tmp_path / "c", "polar", diagnostics=False, changes={"block.kernel": "gaussian"})),
+        read_run(write_run(tmp_path / "a", "standard", diagnostics=False)),
+        read_run(write_run(tmp_path / "b", "polar", diagnostics=False)),
+        read_run(write_run(tmp_path / "c", "polar", diagnostics=False, changes={"block.kernel": "gaussian"})),
     ]
     groups = group_runs(runs)
     assert [g.label for g in groups] == ["standard", "polar · kernel=gaussian", "polar · kernel=student"]
@@ -26,7 +26,7 @@ def test_a_varied_setting_of_a_block_splits_that_block_only(tmp_path):
 
 def test_a_varied_setting_outside_the_block_splits_all_and_counts_as_surroundings(tmp_path):
     runs = [
-        load_run(write_run(tmp_path / f"{block}{lr}", block, diagnostics=False, changes={"optim.lr": lr}))
+        read_run(write_run(tmp_path / f"{block}{lr}", block, diagnostics=False, changes={"optim.lr": lr}))
         for block in ("standard", "polar")
         for lr in (1e-3, 3e-3)
     ]
@@ -46,13 +46,13 @@ def test_a_choice_is_named_by_itself_and_not_by_its_settings(tmp_path):
         folder = write_run(tmp_path / choice, diagnostics=False, changes={"model.d_model": width})
         text = (folder / "config.yaml").read_text().replace("model: nano", f"model: {choice}")
         (folder / "config.yaml").write_text(text)
-        runs.append(load_run(folder))
+        runs.append(read_run(folder))
     assert [g.label for g in group_runs(runs)] == ["standard · model=nano", "standard · model=tiny"]
 
 
 def test_differences_leave_out_what_only_names_a_run(tmp_path):
     runs = [
-        load_run(write_run(tmp_path / "a", seed=1, name="first", diagnostics=False)),
-        load_run(write_run(tmp_path / "b", seed=2, name="second", diagnostics=False, changes={"optim.lr": 0.01})),
+        read_run(write_run(tmp_path / "a", seed=1, name="first", diagnostics=False)),
+        read_run(write_run(tmp_path / "b", seed=2, name="second", diagnostics=False, changes={"optim.lr": 0.01})),
     ]
     assert config_differences(runs) == {"optim.lr": [0.003, 0.01]}

@@ -8,12 +8,12 @@ from synthetic_runs import write_run, write_sweep
 from polarlm.errors import UserError
 from polarlm.report.groups import group_runs
 from polarlm.report.judge import headline, judge, seed_losses
-from polarlm.report.runs import load_run
 from polarlm.report.tables import final_table, show_count, text_report
+from polarlm.runs.reading import read_run
 
 
 def groups_of(folders):
-    return group_runs([load_run(folder) for folder in folders])
+    return group_runs([read_run(folder) for folder in folders])
 
 
 def test_blocks_are_judged_on_the_test_split_with_paired_seeds(tmp_path):

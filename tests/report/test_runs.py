@@ -9,12 +9,13 @@ import pytest
 from synthetic_runs import write_run, write_sweep
 
 from polarlm.errors import UserError
-from polarlm.report.metrics import bucket_edges, read_metrics, thin
-from polarlm.report.runs import find_run_folders, load_run, load_runs
+from polarlm.report.thinning import bucket_edges, thin
+from polarlm.runs.metrics import read_metrics
+from polarlm.runs.reading import find_run_folders, read_run, read_runs
 
 
 def test_a_finished_run_is_read_completely(tmp_path):
-    run = load_run(write_run(tmp_path / "polar-seed2", "polar", 2))
+    run = read_run(write_run(tmp_path / "polar-seed2", "polar", 2))
     assert (run.name, run.block, run.seed, run.status, run.problems) == ("polar-seed2", "polar", 2, "finished", ())
     rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     stream = run.metrics.stream("train/loss")
@@ -30,7 +31,7 @@ def test_half_written_last_lines_are_left_out_and_named(tmp_path):
     for name in ("metrics.jsonl", "diagnostics/probe.jsonl"):
         with open(folder / name, "a") as file:
             file.write('{"step": 610, "tokens": 24')
-    run = load_run(folder)
+    run = read_run(folder)
     assert run.status == "running"
     assert run.metrics.columns["step"].max() == 600
     assert [p.step for p in run.probes][-1] == 600
@@ -57,11 +58,11 @@ def test_damaged_lines_and_wrong_types_do_not_stop_the_reader(tmp_path):
 
 def test_a_silent_run_was_stopped(tmp_path):
     folder = write_run(tmp_path / "run", status="running")
-    assert load_run(folder).status == "running"
+    assert read_run(folder).status == "running"
     long_ago = time.time() - 3600
     for path in folder.rglob("*"):
         os.utime(path, (long_ago, long_ago))
-    assert load_run(folder).status == "stopped"
+    assert read_run(folder).status == "stopped"
 
 
 def test_steps_repeated_after_a_restart_count_once(tmp_path):
@@ -78,7 +79,7 @@ def test_empty_and_broken_files_give_an_empty_run_with_reasons(tmp_path):
     folder.mkdir()
     (folder / "config.yaml").write_text("a: [1,\n")
     (folder / "summary.json").write_text("{")
-    run = load_run(folder)
+    run = read_run(folder)
     assert len(run.metrics) == 0
     assert len(run.problems) == 2
     assert run.block == "unknown"
@@ -100,9 +101,9 @@ def test_no_run_is_a_sentence_for_the_user(tmp_path):
 def test_only_changed_folders_are_read_again(tmp_path, monkeypatch):
     folders = write_sweep(tmp_path, blocks=("standard",), seeds=(1, 2), diagnostics=False)
     cache: dict = {}
-    first = load_runs(folders, cache)
+    first = read_runs(folders, cache)
     write_run(folders[1], "standard", 2, steps=700, diagnostics=False)
-    second = load_runs(folders, cache)
+    second = read_runs(folders, cache)
     assert second[0] is first[0]
     assert second[1].number("tokens") == 700 * 4096
 
@@ -137,7 +138,7 @@ def test_two_hundred_long_runs_load_in_ten_seconds(tmp_path):
     # Processor time, not the clock: other work on the machine must not decide. On two idle cores it is about twice the
     # time that a reader waits.
     start = time.process_time()
-    runs = load_runs(find_run_folders([tmp_path / "runs"]))
+    runs = read_runs(find_run_folders([tmp_path / "runs"]))
     assert time.process_time() - start < 10
     assert len(runs) == 200
     assert all(run.metrics.columns["step"].max() == 10_000 for run in runs)

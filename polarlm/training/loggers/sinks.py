@@ -15,7 +15,8 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from polarlm.errors import UserError
-from polarlm.training.run_folder import flatten, read_json
+from polarlm.runs.files import read_json
+from polarlm.runs.identity import flatten
 
 KINDS = ("wandb", "trackio", "none")
 # Overrides that say where a run goes, not what it is.

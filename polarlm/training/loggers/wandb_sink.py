@@ -17,8 +17,9 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from polarlm.diagnostics import Probe
+from polarlm.runs.environment import environment
+from polarlm.runs.files import read_json, write_json
 from polarlm.training.loggers.wandb_mode import choose_mode
-from polarlm.training.run_folder import environment, read_json, write_json
 
 INIT_TIMEOUT = 15  # seconds; wandb's own 90 would hold up a run whose network is bad
 FINISH_TIMEOUT = 60  # seconds for the last upload; what is left stays on disk for `wandb sync`

@@ -1,5 +1,5 @@
 from polarlm.launch.table import step_split
-from polarlm.launch.train import median
+from polarlm.training.finish import median
 from polarlm.training.loggers.throughput import gpu_peak, hardware_peak, measured_peak
 
 

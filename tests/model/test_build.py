@@ -3,7 +3,7 @@ import warnings
 import pytest
 
 from polarlm.errors import UserError
-from polarlm.training.build import build_model, warn_about_idle_settings
+from polarlm.model.build import build_model, warn_about_idle_settings
 
 
 def config(**block):

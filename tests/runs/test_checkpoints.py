@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from polarlm.errors import UserError
-from polarlm.training.checkpoints import SafeCheckpointIO, load_checkpoint
+from polarlm.runs.checkpoints import SafeCheckpointIO, load_checkpoint
 
 
 def test_a_checkpoint_that_carries_code_is_refused_and_not_executed(tmp_path):

@@ -16,9 +16,9 @@ from typing import Any
 import yaml
 
 from polarlm.errors import UserError
-from polarlm.report.metrics import Metrics, read_metrics
-from polarlm.report.probes import MAX_PROBES, Probe, read_probes
-from polarlm.training.run_folder import flatten
+from polarlm.runs.identity import flatten
+from polarlm.runs.metrics import Metrics, read_metrics
+from polarlm.runs.probes import MAX_PROBES, Probe, read_probes
 
 FILES = ("config.yaml", "summary.json", "metrics.jsonl", "diagnostics/probe.jsonl")
 # A run that says "running" but has not written for so long was killed (or its machine went away).
@@ -102,7 +102,7 @@ def find_run_folders(patterns: Iterable[str | os.PathLike[str]]) -> list[Path]:
     return sorted(found, key=lambda p: _natural(str(p)))
 
 
-def load_run(folder: Path, max_probes: int = MAX_PROBES) -> Run:
+def read_run(folder: Path, max_probes: int = MAX_PROBES) -> Run:
     """Read one run folder; whatever is missing or damaged is left out and named in `problems`."""
     problems: list[str] = []
     config = _read(folder / "config.yaml", lambda text: yaml.load(text, Loader=_Loader), problems)
@@ -119,7 +119,7 @@ def load_run(folder: Path, max_probes: int = MAX_PROBES) -> Run:
     return Run(folder, config, summary, metrics, probes, status, _tokenizer(folder, config), tuple(problems))
 
 
-def load_runs(folders: Sequence[Path], cache: dict[Path, tuple[Any, Run]] | None = None) -> list[Run]:
+def read_runs(folders: Sequence[Path], cache: dict[Path, tuple[Any, Run]] | None = None) -> list[Run]:
     """Read many run folders in parallel; with a cache, only those that changed since the last call."""
     max_probes = MAX_PROBES if len(folders) <= 30 else 12
     cache = {} if cache is None else cache
@@ -129,7 +129,7 @@ def load_runs(folders: Sequence[Path], cache: dict[Path, tuple[Any, Run]] | None
         known = cache.get(folder)
         if known and known[0] == signature and known[1].status != "running":
             return known[1]
-        run = load_run(folder, max_probes)
+        run = read_run(folder, max_probes)
         cache[folder] = (signature, run)
         return run
 

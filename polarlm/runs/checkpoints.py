@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from polarlm.errors import UserError
 
@@ -37,24 +36,6 @@ class SafeCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: Any) -> None:
         """Delete a checkpoint file."""
         Path(path).unlink(missing_ok=True)
-
-
-class LastCheckpoint(ModelCheckpoint):
-    """`last.ckpt`: every so many steps, and when training ends or is stopped by a signal."""
-
-    def __init__(self, folder: Path, every: int) -> None:
-        super().__init__(
-            dirpath=folder,
-            filename="last",
-            every_n_train_steps=every,
-            save_top_k=1,
-            enable_version_counter=False,
-        )
-        self.path = folder / "last.ckpt"
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        if self._last_global_step_saved != trainer.global_step:
-            trainer.save_checkpoint(self.path)
 
 
 def load_checkpoint(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> dict[str, Any]:

@@ -4,7 +4,8 @@ import pytest
 import yaml
 
 from polarlm.errors import UserError
-from polarlm.training.run_folder import choose_folder, default_name
+from polarlm.runs.folder import choose_folder
+from polarlm.runs.identity import default_name
 
 
 @pytest.fixture

@@ -12,15 +12,15 @@ import yaml
 from polarlm.data import Tokenizer, load_tokenizer
 from polarlm.errors import UserError
 from polarlm.model import GPT
-from polarlm.training.build import build_model
-from polarlm.training.checkpoints import load_checkpoint
+from polarlm.model.build import build_model
+from polarlm.runs.checkpoints import load_checkpoint
 
 WEIGHTS = "model.safetensors"
 LAST = "last.ckpt"
 
 
 @dataclass
-class Run:
+class RestoredRun:
     """What a run folder holds, ready to use."""
 
     folder: Path
@@ -78,7 +78,7 @@ def save_weights(model_state: dict[str, torch.Tensor], path: Path, *, tied: bool
     beside.replace(path)
 
 
-def load_run(where: str | Path, device: str = "auto") -> Run:
+def restore_run(where: str | Path, device: str = "auto") -> RestoredRun:
     """Rebuild a run from its folder; raises UserError when the pieces do not fit together."""
     folder, path = find_run(where)
     config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
@@ -99,4 +99,4 @@ def load_run(where: str | Path, device: str = "auto") -> Run:
         raise UserError(f"{path} does not fit the model of {folder / 'config.yaml'}: {error}") from error
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Run(folder, config, model.to(device).eval(), tokenizer, path)
+    return RestoredRun(folder, config, model.to(device).eval(), tokenizer, path)

@@ -1,0 +1,46 @@
+"""Which folder a configuration goes to: a new one, or an unfinished one of the same settings."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from polarlm.errors import UserError
+from polarlm.runs.files import read_json
+from polarlm.runs.identity import default_name, differences, experiment_of
+
+
+def choose_folder(config: dict[str, Any]) -> tuple[Path, bool, str | None]:
+    """(folder, continue?, a sentence for the user) for a configuration.
+
+    A finished run is never overwritten: the next one goes to `<name>-2`, `-3`, …
+    An unfinished one is continued when `resume=auto` and its settings are the same.
+    """
+    if config["resume"] not in ("auto", "never"):
+        raise UserError(f"resume={config['resume']!r} is unknown; choose auto or never")
+    name = config["name"] or default_name(config)
+    if not re.fullmatch(r"[\w.+=@-][\w.+=@ -]*", str(name)):
+        raise UserError(f"name={name!r} must be one folder name: letters, digits, and any of . _ - + = @")
+    taken: Path | None = None
+    for number in range(1, 10_000):
+        folder = Path(config["runs_dir"]) / (str(name) if number == 1 else f"{name}-{number}")
+        if not (folder / "config.yaml").exists():
+            if folder.exists() and any(folder.iterdir()):
+                raise UserError(f"{folder} exists but is not a run folder (no config.yaml); choose another name=…")
+            note = f"{taken} exists: this run goes to {folder}" if taken else None
+            return folder, False, note
+        finished = (read_json(folder / "summary.json") or {}).get("status") == "finished"
+        if not finished and config["resume"] == "auto":
+            old = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+            changed = differences(experiment_of(old), experiment_of(config))
+            if not changed:
+                return folder, True, None
+            raise UserError(
+                f"{folder} holds an unfinished run with other settings ({'; '.join(changed[:5])}). "
+                "Use its settings to continue it, another name=… for a new run, or resume=never to start beside it"
+            )
+        taken = folder
+    raise UserError(f"No free folder for name={name!r} in {config['runs_dir']}")

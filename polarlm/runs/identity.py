@@ -1,0 +1,41 @@
+"""Which settings make a run what it is, how two runs differ, and the name that follows from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+# Settings that may change between a killed run and its continuation without making it another experiment.
+IRRELEVANT = ("name", "group", "resume", "runs_dir", "cache_dir", "logger", "sample", "diagnostics")
+IRRELEVANT_TRAINER = ("accelerator", "devices", "nodes", "strategy", "log_every", "checkpoint_every")
+
+
+def experiment_of(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a configuration that decides the numbers."""
+    kept = {key: value for key, value in config.items() if key not in IRRELEVANT}
+    kept["trainer"] = {k: v for k, v in config["trainer"].items() if k not in IRRELEVANT_TRAINER}
+    return kept
+
+
+def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every leaf."""
+    if isinstance(tree, dict) and tree:
+        for key, value in tree.items():
+            yield from flatten(value, f"{prefix}{key}.")
+    else:
+        yield prefix[:-1], tree
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """'key: old → new' for every leaf that differs."""
+    a, b = dict(flatten(old)), dict(flatten(new))
+    return [f"{key}: {a.get(key)} → {b.get(key)}" for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)]
+
+
+def default_name(config: dict[str, Any]) -> str:
+    """block-model-data-seed plus a hash of everything that decides the numbers."""
+    choices = config["choices"]
+    digest = hashlib.sha256(json.dumps(experiment_of(config), sort_keys=True).encode()).hexdigest()[:6]
+    return f"{choices['block']}-{choices['model']}-{choices['data']}-seed{config['seed']}-{digest}"

@@ -1,0 +1,69 @@
+"""What is made of a trained model: weights for sharing, a sample, the summary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from polarlm.runs.files import read_json, write_json
+from polarlm.training.job import Job
+
+
+def finish(job: Job, folder: Path, pictures: Callable[[Path], Any] | None = None) -> dict[str, Any]:
+    """Write weights for sharing, a sample and pictures; the summary says `finished` only after all of them."""
+    from polarlm.data.baselines import ngram_losses
+    from polarlm.evaluation.generate import sample_text
+    from polarlm.evaluation.judge import baseline_numbers
+    from polarlm.runs.restore import load_weights, restore_run, save_weights
+    from polarlm.training.loggers.json_lines import JsonLines
+
+    config = job.config
+    checkpoints = folder / "checkpoints"
+    save_weights(
+        load_weights(checkpoints / "last.ckpt"), checkpoints / "model.safetensors", tied=job.model.config.tie_embeddings
+    )
+    run = restore_run(folder)
+    rows = JsonLines(folder / "metrics.jsonl").rows()
+    last = rows[-1]
+    typical = {key: median(rows, key) for key in ("tokens_per_second", "mfu", *STEP_PARTS)}
+    parts = {key.removeprefix("time/"): typical.pop(key) for key in STEP_PARTS}
+    options = config["sample"]
+    sample = sample_text(
+        run.model,
+        run.tokenizer,
+        options["prompt"],
+        int(options["tokens"]),
+        temperature=float(options["temperature"]),
+        top_k=options["top_k"],
+        seed=config["seed"],
+    )
+    summary = {
+        **(read_json(folder / "summary.json") or {}),
+        **{key: value for key, value in last.items() if key.startswith(("val/", "test/"))},
+        "step": last["step"],
+        "tokens": last["tokens"],
+        "seconds": last["seconds"],
+        **typical,
+        "step_seconds": parts,
+        "flops_per_token": job.model.flops_per_token(job.plan.context),
+        "baselines": baseline_numbers(ngram_losses(job.corpus), job.corpus),
+        "sample": sample,
+    }
+    summary.pop("error", None)
+    write_json(folder / "summary.json", summary)
+    if pictures:
+        pictures(folder)
+    summary["status"] = "finished"
+    write_json(folder / "summary.json", summary)
+    return summary
+
+
+STEP_PARTS = ("time/data", "time/forward", "time/backward", "time/optimiser")
+
+
+def median(rows: list[dict[str, Any]], key: str) -> float | None:
+    """The median of a metric over its rows; the first, which pays for warming up, is left out when there are more."""
+    values = [row[key] for row in rows if row.get(key) is not None]
+    values = sorted(values[1:] or values)
+    return values[len(values) // 2] if values else None

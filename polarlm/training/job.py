@@ -1,0 +1,73 @@
+"""Everything a run needs, built and checked before its folder is touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polarlm.data import Corpus, LMDataModule, build_corpus
+from polarlm.errors import UserError
+from polarlm.model import GPT
+from polarlm.model.build import build_model, warn_about_idle_settings
+from polarlm.training.batching import BatchPlan, plan_batches, total_steps
+from polarlm.training.hardware import choose_accelerator, choose_compile, choose_precision
+
+
+@dataclass
+class Job:
+    """Everything a run needs, built and checked before its folder is touched."""
+
+    config: dict[str, Any]
+    corpus: Corpus
+    model: GPT
+    data: LMDataModule
+    plan: BatchPlan
+    steps: int
+    accelerator: str
+    precision: str
+    compiled: bool
+
+
+def build_job(config: dict[str, Any]) -> Job:
+    """Build corpus, model and plan; every wrong input is found here, before anything is written."""
+    t = config["trainer"]
+    accelerator = choose_accelerator(t["accelerator"])
+    precision = choose_precision(t["precision"], accelerator)
+    compiled = choose_compile(t["compile"], accelerator)
+    if t["strategy"] not in ("auto", "ddp", "fsdp"):
+        raise UserError(f"trainer.strategy={t['strategy']!r} is unknown; choose auto, ddp or fsdp")
+    processes = int(t["devices"]) * int(t["nodes"])
+    plan = plan_batches(int(t["batch_tokens"]), config["model"]["context"], processes, int(t["micro_batch_tokens"]))
+    steps = total_steps(t["max_steps"], t["max_tokens"], plan.tokens)
+    corpus = build_corpus(config["data"], config["tokenizer"], config["cache_dir"])
+    data = LMDataModule(
+        corpus,
+        context=plan.context,
+        micro_batch=plan.micro,
+        seed=config["seed"],
+        **{key: config["data"][key] for key in ("mask_documents", "packing", "eval_tokens")},
+    )
+    torch.manual_seed(config["seed"])
+    model = build_model(config, corpus.tokenizer.vocab_size)
+    warn_about_idle_settings(model, config["block"])
+    return Job(config, corpus, model, data, plan, steps, accelerator, precision, compiled)
+
+
+def headline(job: Job, folder: Path, *, again: bool) -> str:
+    """What is about to happen, in three lines."""
+    choices, plan = job.config["choices"], job.plan
+    tokens = len(job.corpus.store("train"))
+    where = f"{job.accelerator}, {job.precision}" + (", compiled" if job.compiled else "")
+    if plan.processes > 1:
+        where = f"{plan.processes} processes ({job.config['trainer']['strategy']}), {where}"
+    epochs = job.steps * plan.tokens / tokens
+    return (
+        f"{'Continuing' if again else 'Training'} {folder}\n"
+        f"  {choices['block']} block, {choices['model']} model, {job.model.parameter_count():,} parameters; {where}\n"
+        f"  {choices['data']}: {tokens:,} tokens "
+        f"({choices['tokenizer']}, vocabulary {job.corpus.tokenizer.vocab_size:,}); "
+        f"{job.steps:,} steps of {plan.tokens:,} tokens, {epochs:.1f} passes"
+    )
