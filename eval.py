@@ -1,13 +1,10 @@
 """Judge a run from its folder alone: `python eval.py checkpoint=runs/<name>`."""
 
-import hydra
 from omegaconf import DictConfig
 
-from polarlm.launch.entry import job, run
+from polarlm.launch.entry import run
 
 
-@hydra.main(version_base="1.3", config_path="configs", config_name="eval")
-@job
 def main(cfg: DictConfig) -> float:
     """Evaluate one checkpoint; returns its loss."""
     from polarlm.launch.evaluate import evaluate_run
@@ -16,4 +13,4 @@ def main(cfg: DictConfig) -> float:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, "eval")

@@ -1,13 +1,10 @@
 """Train one run, or a sweep of them: `python train.py --help`."""
 
-import hydra
 from omegaconf import DictConfig
 
-from polarlm.launch.entry import job, run
+from polarlm.launch.entry import run
 
 
-@hydra.main(version_base="1.3", config_path="configs", config_name="train")
-@job
 def main(cfg: DictConfig) -> float:
     """One run; returns its validation loss, which sweepers may minimise."""
     from polarlm.launch.train import train
@@ -16,4 +13,4 @@ def main(cfg: DictConfig) -> float:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, "train")

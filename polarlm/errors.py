@@ -1,5 +1,20 @@
-"""The one error a command-line user is meant to read."""
+"""The one error a command-line user is meant to read, and the one way of naming what they may have meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 class UserError(ValueError):
     """Wrong input: which key or file, what was found, what is allowed, what to do. Shown without a traceback."""
+
+
+def did_you_mean(word: str, options: Iterable[str]) -> str:
+    """'Did you mean x? ' with the closest options (a dotted key may sit in another place), or nothing."""
+    import difflib
+
+    options = [str(option) for option in options]
+    close = difflib.get_close_matches(word, options, n=3, cutoff=0.6)
+    tail = word.rpartition(".")[2]
+    close += [o for o in options if o not in close and o.rpartition(".")[2] == tail][:2]
+    return f"Did you mean {' or '.join(close[:3])}? " if close else ""

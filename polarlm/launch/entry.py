@@ -2,52 +2,95 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import os
-import re
 import sys
 import traceback
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from omegaconf import DictConfig
 
-from polarlm.errors import UserError
-from polarlm.launch.sweep import tell_sweep
+from polarlm.errors import UserError, did_you_mean
+from polarlm.launch.sweep import print_sweep_summary
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+Task = Callable[[DictConfig], float]
 
 
-def run(main: Callable[[], None]) -> None:
-    """Run a Hydra main function and turn whatever it raises into a message and an exit code."""
+def run(task: Task, config_name: str, arguments: Sequence[str] | None = None) -> None:
+    """Compose `config_name` with the command line and run `task`, once or for every job of a sweep; then exit."""
     global _debug
-    _debug = "--debug" in sys.argv or os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
-    flags = [a for a in sys.argv[1:] if a in ("-m", "--multirun")]  # Hydra wants them before the settings
-    sys.argv = [sys.argv[0], *flags, *(a for a in sys.argv[1:] if a not in (*flags, "--debug"))]
+    typed = sys.argv  # put back for the task: it records the command, and Lightning starts other ranks with it
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    _debug = "--debug" in arguments or os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
     # Hydra prints its own shortened tracebacks unless told to let errors through; presenting them is our job.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
-        main()
+        flags, overrides = split_arguments([a for a in arguments if a != "--debug"])
+        others = [a for a in arguments if a not in (*overrides, "--debug")]
+        if not flags & {"help", "hydra_help", "shell_completion"}:
+            overrides = check(config_name, overrides, multirun="multirun" in flags)
+        sys.argv = [typed[0], *others, *overrides]
+        start(_job(task, typed), config_name)
     except (Exception, KeyboardInterrupt) as error:
-        tell_sweep()
+        print_sweep_summary()
         fail(error)
-    tell_sweep()
+    finally:
+        sys.argv = typed
+    print_sweep_summary()
 
 
 _debug = False
 
 
-def job(function: Callable[[DictConfig], float]) -> Callable[[DictConfig], float]:
+def check(config_name: str, overrides: list[str], *, multirun: bool) -> list[str]:
+    """Refuse a wrong choice or key before anything is imported or written; returns the overrides for Hydra."""
+    from polarlm.launch.overrides import config_loader, plan_jobs
+
+    return plan_jobs(config_loader(), config_name, overrides, multirun=multirun).overrides
+
+
+def start(task: Task, config_name: str) -> None:
+    """Hand over to Hydra, which reads sys.argv."""
+    import hydra
+
+    from polarlm.launch.plugins import CONFIGS, register_plugins
+
+    register_plugins()
+    hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(task)()
+
+
+def split_arguments(arguments: list[str]) -> tuple[set[str], list[str]]:
+    """(names of the flags given, the overrides), in whatever order they were typed."""
+    from hydra._internal.utils import get_args_parser
+
+    parser = get_args_parser()
+    known = [option for action in parser._actions for option in action.option_strings]
+
+    def refuse(text: str) -> Any:
+        wrong = [a for a in arguments if a.startswith("-") and a.partition("=")[0] not in known]
+        if wrong:
+            near = did_you_mean(wrong[0], [k for k in known if k.startswith("--")])
+            raise UserError(f"There is no flag {wrong[0]}. {near}Settings are written key=value, without dashes")
+        raise UserError(f"The flags can't be read: {text}; see --hydra-help")
+
+    parser.error = refuse  # type: ignore[method-assign, assignment]
+    options = vars(parser.parse_intermixed_args(arguments))
+    overrides = options.pop("overrides")
+    return {name for name, value in options.items() if value not in (None, False)}, overrides
+
+
+def _job(task: Task, typed: list[str]) -> Task:
     """A Hydra task whose errors are told once: here for a single run, at the end of the sweep for a multirun."""
 
-    @functools.wraps(function)
+    @functools.wraps(task)
     def told(cfg: DictConfig) -> float:
         from hydra.core.hydra_config import HydraConfig
         from hydra.types import RunMode
 
+        sys.argv = typed
         try:
-            return function(cfg)
+            return task(cfg)
         except Exception as error:
             if HydraConfig.get().mode == RunMode.MULTIRUN:
                 print(f"error: {message(error)}", file=sys.stderr, flush=True)
@@ -63,7 +106,17 @@ def fail(error: BaseException) -> None:
     if _debug:
         traceback.print_exception(error)
     print(f"error: {message(error)}", file=sys.stderr, flush=True)
-    sys.exit(130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, UserError) else 1)
+    sys.exit(exit_code(error))
+
+
+def exit_code(error: BaseException) -> int:
+    """2 for a wrong input, 130 for Ctrl-C, 1 for a failure of ours."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return 2 if isinstance(error, (UserError, HydraException, OmegaConfBaseException)) else 1
 
 
 def message(error: BaseException) -> str:
@@ -75,64 +128,10 @@ def message(error: BaseException) -> str:
         return str(error)
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    if isinstance(error, (HydraException, OmegaConfBaseException)):
-        return explain(error)
+    cause = error.__cause__ if isinstance(error, HydraException) else error
+    if isinstance(cause, OmegaConfBaseException):
+        where = f"{cause.full_key}: " if cause.full_key else ""
+        return f"{where}{str(cause.msg or cause).splitlines()[0]}"
+    if isinstance(error, HydraException):
+        return " ".join(line.strip() for line in str(error).splitlines()[:2])
     return f"{type(error).__name__}: {error} (--debug shows the traceback)"
-
-
-def explain(error: Exception) -> str:
-    """A sentence for a configuration error, naming the nearest valid keys or choices."""
-    text = str(error)
-    override = getattr(error, "override", None)
-    if override is not None:
-        why = text.splitlines()[0]
-        return f"'{override}' is not a valid setting: {why}. Write key=value; quote values with special characters"
-    cause = str(error.__cause__ or "")
-    missing = re.search(r"Could not find '([\w./-]+)'", text) or re.search(
-        r"In '.*?': Could not find '([\w./-]+)'", text
-    )
-    if missing and "/" in missing[1]:
-        group, _, choice = missing[1].rpartition("/")
-        options = sorted(p.stem for p in (CONFIGS / group).glob("*.yaml"))
-        return f"{group}={choice} does not exist. {nearest(choice, options)}Choices: {', '.join(options)}"
-    key = re.search(r"Could not override '([\w.@/]+)'", text) or re.search(r"Key '([\w.]+)' is not in struct", text)
-    if key:
-        keys = [k for k, _ in _known_keys()]
-        return f"There is no setting '{key[1]}'. {nearest(key[1], keys)}See all with: python train.py --cfg job"
-    lost = re.search(r"Could not append to config\. An item is already at '([\w.]+)'", text)
-    if lost:
-        return f"'{lost[1]}' exists already; write {lost[1]}=… without the +"
-    if "Missing mandatory value" in text or "MissingMandatoryValue" in type(error).__name__:
-        return text.splitlines()[0] + "; give it on the command line"
-    return " ".join(
-        part.strip() for part in (text + ("\n" + cause if cause and cause not in text else "")).splitlines()[:4]
-    )
-
-
-def nearest(word: str, options: list[str]) -> str:
-    """'Did you mean x?' with the closest option(s), or nothing."""
-    tail = word.rpartition(".")[2]
-    close = difflib.get_close_matches(word, options, n=3, cutoff=0.6)
-    close += [o for o in options if o not in close and o.rpartition(".")[2] == tail][:2]
-    return f"Did you mean {' or '.join(close[:3])}? " if close else ""
-
-
-def _known_keys() -> list[tuple[str, object]]:
-    """Every key of the configuration with the groups chosen on this command line."""
-    from hydra import compose, initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-    from omegaconf import OmegaConf
-
-    from polarlm.runs.identity import flatten
-
-    groups = {p.name for p in CONFIGS.iterdir() if p.is_dir()}
-    chosen = []
-    for argument in sys.argv[1:]:
-        name, _, value = argument.lstrip("+").partition("=")
-        if name in groups and "," not in value and (CONFIGS / name / f"{value}.yaml").exists():
-            chosen.append(argument)
-    GlobalHydra.instance().clear()
-    config_name = "eval" if Path(sys.argv[0]).stem == "eval" else "train"
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        tree = OmegaConf.to_container(compose(config_name, overrides=chosen), resolve=False)
-    return list(flatten(tree))

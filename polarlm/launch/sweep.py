@@ -31,7 +31,7 @@ class SweepReport(Callback):
             _jobs.append(("failed", overrides, " ".join(str(error).split())[:200] or type(error).__name__))
 
 
-def tell_sweep() -> None:
+def print_sweep_summary() -> None:
     """Print one line per job, so that no failure scrolls away unseen; Hydra's own hook is not called after one."""
     if not _jobs:
         return

@@ -50,4 +50,4 @@ def test_sweep_names_real_choices_and_counts_its_jobs(name):
     keys = set(block_config(parameters["block"][0]))
     assert {key.removeprefix("block.") for key in parameters if key.startswith("block.")} <= keys
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        assert compose(config_name="train", overrides=[f"+sweep={name}"]).group == name
+        assert compose(config_name="train", overrides=[f"sweep={name}"]).group == name

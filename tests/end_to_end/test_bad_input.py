@@ -20,6 +20,7 @@ def files(workshop):
     ("arguments", "words"),
     [
         (["block=plar"], ["block=plar", "polar"]),
+        (["experiment=nonexistent"], ["experiment=nonexistent", "gpt2_124m"]),
         (["block=polar", "block.nuu_t=3"], ["block.nuu_t", "block.nu_t"]),
         (["trainer.max_step=3"], ["trainer.max_step", "trainer.max_steps"]),
         (["model.n_head=5"], ["n_head", "d_model"]),

@@ -1,0 +1,27 @@
+"""What we add to Hydra: where it looks for configuration, and (later in this file) how it runs jobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+
+class UserConfigs(SearchPathPlugin):
+    """A folder `configs` where the command is typed adds choices to ours: configs/block/mine.yaml makes block=mine."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        own = Path.cwd() / "configs"
+        if own.is_dir() and own.resolve() != CONFIGS:
+            search_path.append(provider="polarlm-user", path=own.resolve().as_uri())
+
+
+def register_plugins() -> None:
+    """Tell Hydra about us, once per process."""
+    known = Plugins.instance()
+    if UserConfigs not in known.discover(SearchPathPlugin):
+        known.register(UserConfigs)

@@ -1,0 +1,90 @@
+"""What is typed is checked before Hydra composes it: choices, keys, sweeps."""
+
+import pytest
+
+from polarlm.errors import UserError
+from polarlm.launch.entry import split_arguments
+from polarlm.launch.overrides import config_loader, plan_jobs
+
+
+@pytest.fixture(scope="module")
+def loader():
+    return config_loader()
+
+
+def plan(loader, *overrides, config="train", multirun=False):
+    return plan_jobs(loader, config, list(overrides), multirun=multirun)
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("experiment=nonexistent", ["experiment=nonexistent", "shakespeare_char_cpu"]),
+        ("experiment=gpt_124m", ["gpt2_124m"]),
+        ("sweep=nuu", ["Did you mean nu"]),
+        ("block=plar", ["block=plar", "Did you mean polar"]),
+        ("block=null", ["block=None"]),
+        ("experiment=null", ["experiment=None"]),
+        ("hydra/launcher=nowhere", ["basic"]),
+        ("block.nu_t=3", ["block.nu_t"]),
+        ("trainer.max_step=3", ["trainer.max_steps"]),
+        ("max_steps=3", ["trainer.max_steps"]),
+        ("hydra.nothing=3", ["hydra.nothing"]),
+        ("+seed=3", ["without the +"]),
+        ("~optim", ["optim"]),
+        ("~seeed", ["seed"]),
+        ("polar", ["key=value"]),
+        ("optim.lr=[1", ["optim.lr"]),
+        ("seed=1,2", ["add -m"]),
+        ("seed=range(1,3)", ["add -m"]),
+    ],
+)
+def test_a_wrong_word_is_refused_and_the_nearest_right_one_named(loader, typed, words):
+    with pytest.raises(UserError) as refused:
+        plan(loader, typed)
+    for word in words:
+        assert word in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_evaluation_takes_no_data_group(loader):
+    with pytest.raises(UserError, match="no 'data'"):
+        plan(loader, "checkpoint=x", "data=text", config="eval")
+
+
+def test_a_key_that_only_some_blocks_of_a_sweep_have_is_refused_for_the_others(loader):
+    with pytest.raises(UserError, match=r"'block\.nu_t' with block=standard"):
+        plan(loader, "block=polar,standard", "block.nu_t=1", multirun=True)
+    assert len(plan(loader, "block=polar,rfa", "block.mu=0,1", multirun=True).jobs) == 4
+
+
+def test_what_exists_is_accepted(loader):
+    made = plan(loader, "optim.betas.1=0.9", "+note=mine", "data=mixture", "data.weights.pydocs=0.5")
+    assert not made.multirun and len(made.jobs) == 1 and made.varied == []
+
+
+@pytest.mark.parametrize("typed", ["sweep=nu", "+sweep=nu"])
+def test_a_named_sweep_needs_neither_plus_nor_flag(loader, typed):
+    made = plan(loader, typed, "seed=1,2")
+    assert made.multirun and len(made.jobs) == 12  # the command line wins over the sweep's own three seeds
+    assert made.varied == ["block.nu_t", "seed"] and made.overrides == ["sweep=nu", "seed=1,2"]
+
+
+def test_an_interval_cannot_be_swept(loader):
+    with pytest.raises(UserError, match="interval"):
+        plan(loader, "optim.lr=interval(0,1)", multirun=True)
+
+
+def test_flags_may_stand_anywhere_and_wrong_ones_are_named():
+    assert split_arguments(["seed=1", "-m", "block=polar"]) == ({"multirun"}, ["seed=1", "block=polar"])
+    with pytest.raises(UserError, match="Did you mean --multirun"):
+        split_arguments(["seed=1", "--multrun"])
+    with pytest.raises(UserError, match="can't be read"):
+        split_arguments(["--cfg", "everything"])
+
+
+def test_a_folder_configs_where_the_command_is_typed_adds_choices(tmp_path, monkeypatch):
+    (tmp_path / "configs" / "block").mkdir(parents=True)
+    (tmp_path / "configs" / "block" / "mine.yaml").write_text("defaults: [standard, _self_]\nqk_norm: true\n")
+    monkeypatch.chdir(tmp_path)
+    assert plan(config_loader(), "block=mine", "block.qk_norm=false").jobs == [["block=mine", "block.qk_norm=false"]]
