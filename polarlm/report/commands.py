@@ -75,16 +75,16 @@ def compare(arguments: argparse.Namespace) -> int:
 
 
 def _write_all(arguments: argparse.Namespace, cache: dict, reload_seconds: float | None = None) -> None:
-    from polarlm.report.groups import group_runs
-    from polarlm.report.judge import judge
     from polarlm.report.page import write_page
     from polarlm.report.payload import build_payload
     from polarlm.report.picture import write_picture
     from polarlm.report.tables import csv_report, json_report, text_report
     from polarlm.runs.reading import find_run_folders, read_runs
+    from polarlm.verdict.groups import group_runs
+    from polarlm.verdict.judgement import judge_groups
 
     groups = group_runs(read_runs(find_run_folders(arguments.runs), cache))
-    judgement = judge(groups, arguments.metric, arguments.baseline)
+    judgement = judge_groups(groups, arguments.metric, arguments.baseline)
     out = Path(arguments.out).absolute() if arguments.out else None
     if arguments.text:
         print(text_report(judgement, min(120, shutil.get_terminal_size((120, 24)).columns)))

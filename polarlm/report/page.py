@@ -12,11 +12,11 @@ from string import Template
 from typing import Any
 
 import polarlm
-from polarlm.report.groups import ABSENT, Group
-from polarlm.report.judge import Judgement, headline, reference_losses
 from polarlm.report.payload import link_to
 from polarlm.report.tables import Table, difference_table, final_table, show_count
 from polarlm.runs.files import write_text
+from polarlm.verdict.groups import ABSENT, Group
+from polarlm.verdict.judgement import Judgement, headline, reference_losses
 
 LONG, FEW = 15, 3  # rows
 SCRIPTS = ("state.js", "figures.js", "curves.js", "geometry.js", "start.js")  # in this order

@@ -10,12 +10,12 @@ from urllib.parse import quote
 
 import numpy as np
 
-from polarlm.report.groups import Group
-from polarlm.report.judge import Judgement
 from polarlm.report.quantities import Quantity, describe
 from polarlm.report.thinning import bucket_edges, thin
 from polarlm.runs.probes import Probe
 from polarlm.runs.reading import Run
+from polarlm.verdict.groups import Group
+from polarlm.verdict.judgement import Judgement
 
 # Points of all training curves together: 30 runs get 500 each, 200 runs 300 each; the page stays a few MB.
 POINT_BUDGET, MIN_POINTS, MAX_POINTS = 60_000, 120, 500

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polarlm.report.groups import Group, config_differences, show
-from polarlm.report.judge import Judgement, headline
+from polarlm.verdict.groups import Group, config_differences, show
+from polarlm.verdict.judgement import Judgement, headline
 from polarlm.verdict.statistics import Estimate
 
 # More columns than this do not fit on a page; then one row per group names only what separates the groups.

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from synthetic_runs import write_run, write_sweep
 from test_page import compare
 
 from polarlm.attention import PolarAttention, RobustFilterAttention, StandardAttention
 from polarlm.diagnostics import run_probe
 from polarlm.model import GPT, GPTConfig
+from tests.synthetic_runs import write_run, write_sweep
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None

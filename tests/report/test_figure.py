@@ -1,9 +1,9 @@
 """summary.png is drawn for every run, probed or not, whatever its name or fate."""
 
 import pytest
-from synthetic_runs import write_run
 
 from polarlm.report.figure import write_summary_png
+from tests.synthetic_runs import write_run
 
 
 @pytest.mark.parametrize(

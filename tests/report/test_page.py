@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from synthetic_runs import write_run, write_sweep
 
 from polarlm.errors import UserError
 from polarlm.report import commands, page
 from polarlm.report.payload import rounded
+from tests.synthetic_runs import write_run, write_sweep
 
 
 def compare(*arguments):

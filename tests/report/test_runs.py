@@ -6,12 +6,12 @@ import time
 
 import numpy as np
 import pytest
-from synthetic_runs import write_run, write_sweep
 
 from polarlm.errors import UserError
 from polarlm.report.thinning import bucket_edges, thin
 from polarlm.runs.metrics import read_metrics
 from polarlm.runs.reading import find_run_folders, read_run, read_runs
+from tests.synthetic_runs import write_run, write_sweep
 
 
 def test_a_finished_run_is_read_completely(tmp_path):

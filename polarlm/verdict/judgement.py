@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from polarlm.errors import UserError
-from polarlm.report.groups import Group
 from polarlm.runs.reading import Run
+from polarlm.verdict.groups import Group
 from polarlm.verdict.statistics import (
     NO_DIFFERENCE,
     Budget,
@@ -67,7 +67,7 @@ class Judgement:
         return list(dict.fromkeys((self.metric, f"{split}/bits_per_byte", f"{split}/perplexity")))
 
 
-def judge(groups: Sequence[Group], metric: str | None = None, baseline: str | None = None) -> Judgement:
+def judge_groups(groups: Sequence[Group], metric: str | None = None, baseline: str | None = None) -> Judgement:
     """Compare every group with its baseline on paired seeds, corrected for the number of comparisons."""
     metric = metric or _choose_metric([run for group in groups for run in group.runs])
     one_tokenizer = len({run.tokenizer for group in groups for run in group.runs}) == 1

@@ -1,9 +1,8 @@
 """Runs belong together when only their seed differs; everything else is named."""
 
-from synthetic_runs import write_run, write_sweep
-
-from polarlm.report.groups import config_differences, group_runs
 from polarlm.runs.reading import read_run
+from polarlm.verdict.groups import config_differences, group_runs
+from tests.synthetic_runs import write_run, write_sweep
 
 
 def test_seeds_of_a_block_form_a_group_with_the_baseline_first(tmp_path):
