@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from benchmarks.timing import interleaved
-from polarlm.attention.kernels import DirectionalNoise, RadialNoise, robust_attention
+from polarlm.attention.kernels import DirectionalNoise, RadialNoise, RobustCall, robust_attention
 from polarlm.model import GPT, GPTConfig
 from polarlm.training.loggers.throughput import measured_peak
 
@@ -90,7 +90,7 @@ def attention_alone(context: int, tokens: int, rounds: int, heads: int = 6, size
 
     def robust(magnitude: Tensor | None, **options) -> Callable[[], None]:
         def run() -> None:
-            out = robust_attention(q, k, v, magnitude, noise, radial=radial, **options)
+            out = robust_attention(RobustCall(q, k, v, noise, magnitude=magnitude, radial=radial, **options))
             total = (out.v_bar * upstream).sum() + out.log_evidence.sum()
             (total if out.m_bar is None else total + out.m_bar.sum()).backward()
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.timing import table
-from polarlm.attention.kernels import DirectionalNoise, robust_attention
+from polarlm.attention.kernels import DirectionalNoise, RobustCall, robust_attention
 
 
 def _milliseconds(run, repeat: int = 20) -> float:
@@ -52,7 +52,7 @@ def main() -> None:
             F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
 
         def robust(backend: str, q=q, k=k, v=v, m=m, noise=noise) -> None:
-            out = robust_attention(q, k, v, m, noise, kernel="student", backend=backend)
+            out = robust_attention(RobustCall(q, k, v, noise, "student", m), backend)
             (out.v_bar.float().sum() + out.log_evidence.sum()).backward()
 
         base = _milliseconds(sdpa)

@@ -1,7 +1,7 @@
 """Token mixers: the attention half of a block, one file per idea."""
 
 from polarlm.attention.exclusive import ExclusiveAttention
-from polarlm.attention.mixer import KeyValueCache, Mixer, MixerShape
+from polarlm.attention.mixer import KeyValueCache, Mixer, MixerShape, TokenContext
 from polarlm.attention.polar import PolarAttention
 from polarlm.attention.polar_literal import PolarLiteralAttention
 from polarlm.attention.robust_filter import RobustFilterAttention
@@ -16,4 +16,5 @@ __all__ = [
     "PolarLiteralAttention",
     "RobustFilterAttention",
     "StandardAttention",
+    "TokenContext",
 ]

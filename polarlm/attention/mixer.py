@@ -67,6 +67,16 @@ class KeyValueCache:
         return self.keys[:, :, :stop], self.values[:, :, :stop], magnitude
 
 
+@dataclass(frozen=True)
+class TokenContext:
+    """What a mixer gets besides x: where its tokens stand, what they may see, and what is to be kept of them."""
+
+    rotary: Rotary
+    documents: Tensor | None = None  # (B, T) ids that attention must not cross
+    cache: KeyValueCache | None = None  # holds the tokens before these, and takes these
+    record: Record | None = None  # filled with the intermediate quantities of this same pass
+
+
 class Mixer(nn.Module):
     """A causal map (B, T, d_model) -> (B, T, d_model); subclasses write `forward` and `flops_per_token`."""
 
@@ -82,16 +92,8 @@ class Mixer(nn.Module):
         """Head size the rotary tables are made for."""
         return self.shape.head_dim
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        rotary: Rotary,
-        documents: Tensor | None = None,
-        cache: KeyValueCache | None = None,
-        record: Record | None = None,
-    ) -> Tensor:
-        """Mix tokens causally; `record`, when given, is filled with the intermediate quantities of this same pass."""
+    def forward(self, x: Tensor, context: TokenContext) -> Tensor:
+        """Mix tokens causally."""
         raise NotImplementedError
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> KeyValueCache:

@@ -30,6 +30,7 @@ from polarlm.attention.kernels import (
     KERNELS,
     DirectionalNoise,
     RadialNoise,
+    RobustCall,
     check_residual_form,
     robust_attention,
 )
@@ -39,8 +40,7 @@ from polarlm.attention.mixer import (
     KeyValueCache,
     Mixer,
     MixerShape,
-    Record,
-    Rotary,
+    TokenContext,
     linear,
     residual_std,
     split_heads,
@@ -144,42 +144,34 @@ class PolarAttention(Mixer):
         """Real channels per head: Dh, doubled by the paper's lift to complex numbers."""
         return self.lift * self.shape.head_dim
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        rotary: Rotary,
-        documents: Tensor | None = None,
-        cache: KeyValueCache | None = None,
-        record: Record | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         """Algorithm 1, steps 1 to 8; steps 9 and 10 (residual, feed-forward) are the block's."""
         parameters = self.estimator.read()
         q, k, v, m = self._project(x, parameters)  # step 1
 
-        q_turned, k_turned = rotate(q, *rotary), rotate(k, *rotary)  # step 2
-        v_turned = rotate(v, *rotary) if self.rotate_values else v
+        q_turned, k_turned = rotate(q, *context.rotary), rotate(k, *context.rotary)  # step 2
+        v_turned = rotate(v, *context.rotary) if self.rotate_values else v
         m_seen: Tensor | None = m
-        if cache is not None:
-            k_turned, v_turned, m_seen = cache.append(k_turned, v_turned, m)
+        if context.cache is not None:
+            k_turned, v_turned, m_seen = context.cache.append(k_turned, v_turned, m)
 
-        noise = self._directional_noise(parameters)
-        output = robust_attention(  # steps 3 to 6
+        record = context.record
+        call = RobustCall(
             q_turned,
             k_turned,
             v_turned,
-            m_seen if self.magnitude else None,
-            noise,
+            noise=self._directional_noise(parameters),
             kernel=self.kernel,
-            radial=self._radial_noise(parameters),
+            magnitude=m_seen if self.magnitude else None,
+            residual_form=self.residual_form,
             radial_mode=self.radial,
-            documents=documents,
-            backend=self.backend if record is None else "reference",
+            radial=self._radial_noise(parameters),
+            documents=context.documents,
             dropout=self.shape.dropout if self.training else 0.0,
             return_weights=record is not None,
-            residual_form=self.residual_form,
         )
-        v_bar = rotate(output.v_bar, *rotary, inverse=True) if self.rotate_values else output.v_bar
+        output = robust_attention(call, self.backend if record is None else "reference")  # steps 3 to 6
+        v_bar = rotate(output.v_bar, *context.rotary, inverse=True) if self.rotate_values else output.v_bar
 
         # Step 7. Grouped value heads stand for each of their query heads (B, T, H, Dh).
         group = v_bar.shape[1] // v.shape[1]
@@ -197,7 +189,7 @@ class PolarAttention(Mixer):
             record.update(
                 q=q, k=k, v=v, magnitude=m, v_bar=v_bar, update=directional.transpose(1, 2), params=parameters
             )
-            record_estimate(record, output, noise, m_seen if self.magnitude else None)
+            record_estimate(record, output)
             if output.m_bar is not None:
                 record["delta_m"] = delta_m
         return self.out(step.flatten(-2).to(v.dtype))  # step 8

@@ -18,8 +18,7 @@ from polarlm.attention.mixer import (
     KeyValueCache,
     Mixer,
     MixerShape,
-    Record,
-    Rotary,
+    TokenContext,
     linear,
     mean_visible,
     residual_std,
@@ -71,17 +70,9 @@ class PolarLiteralAttention(Mixer):
         """2d real channels: d complex modes in the single head."""
         return 2 * self.shape.d_model
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        rotary: Rotary,
-        documents: Tensor | None = None,
-        cache: KeyValueCache | None = None,
-        record: Record | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         """Steps 1 to 8 of the printed algorithm."""
-        p = self.estimator.read()
+        p, rotary, record = self.estimator.read(), context.rotary, context.record
         with torch.autocast(x.device.type, enabled=False):  # scores and norms in fp32 or better
             wide = torch.promote_types(x.dtype, torch.float32)
             q, k, v = self.qkv(x.to(wide)).chunk(3, dim=-1)  # (B, T, 2d)
@@ -89,11 +80,11 @@ class PolarLiteralAttention(Mixer):
             q, k, v = (self._on_radius(part, p["radius"]) for part in (q, k, v))
             q_turned, k_turned, v_turned = (rotate(part, *rotary) for part in (q, k, v))
             m_seen = m
-            if cache is not None:
-                keys, values, stored = cache.append(k_turned.unsqueeze(1), v_turned.unsqueeze(1), m)
+            if context.cache is not None:
+                keys, values, stored = context.cache.append(k_turned.unsqueeze(1), v_turned.unsqueeze(1), m)
                 k_turned, v_turned, m_seen = keys.squeeze(1), values.squeeze(1), m if stored is None else stored
 
-            logits = self._logits(p, q_turned, k_turned, m, m_seen, documents)
+            logits = self._logits(p, q_turned, k_turned, m, m_seen, context.documents)
             directional, radial = logits["directional"].softmax(-1), logits["radial"].softmax(-1)
             v_bar = rotate(directional @ v_turned, *rotary, inverse=True)
             m_bar = (logits["predicted"] * radial).sum(-1)

@@ -20,15 +20,13 @@ from polarlm.attention.estimator import (
     per_head,
     refuse_noiseless,
 )
-from polarlm.attention.kernels import KERNELS, DirectionalNoise, robust_attention
+from polarlm.attention.kernels import KERNELS, DirectionalNoise, RobustCall, robust_attention
 from polarlm.attention.lean import on_sphere, rotate
 from polarlm.attention.mixer import (
     INIT_STD,
-    KeyValueCache,
     Mixer,
     MixerShape,
-    Record,
-    Rotary,
+    TokenContext,
     linear,
     merge_heads,
     residual_std,
@@ -91,46 +89,36 @@ class RobustFilterAttention(Mixer):
         unused = {"student": ["tau"], "exponential": ["nu"], "gaussian": ["nu", "tau", "eta_q"]}[kernel]
         self.estimator = Estimator({n: v for n, v in values.items() if n not in unused}, frozen, PARAMETERS)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        rotary: Rotary,
-        documents: Tensor | None = None,
-        cache: KeyValueCache | None = None,
-        record: Record | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         """Rotate, estimate, aggregate, counter-rotate, W_o."""
         sizes = [heads * self.shape.head_dim for heads in self.heads]
         q, k, v = (split_heads(part, heads) for part, heads in zip(self.qkv(x).split(sizes, dim=-1), self.heads))
         if self.qk_norm:  # |q|^2 = |k|^2 = d_h complex modes: half a unit per real channel
             _, q = on_sphere(q, 0.5**0.5)
             _, k = on_sphere(k, 0.5**0.5)
-        q_turned, k_turned = rotate(q, *rotary), rotate(k, *rotary)
-        v_turned = rotate(v, *rotary) if self.rotate_values else v
-        if cache is not None:
-            k_turned, v_turned, _ = cache.append(k_turned, v_turned)
+        q_turned, k_turned = rotate(q, *context.rotary), rotate(k, *context.rotary)
+        v_turned = rotate(v, *context.rotary) if self.rotate_values else v
+        if context.cache is not None:
+            k_turned, v_turned, _ = context.cache.append(k_turned, v_turned)
 
-        parameters = self.estimator.read()
-        noise = self._noise(parameters)
-        output = robust_attention(
+        parameters, record = self.estimator.read(), context.record
+        call = RobustCall(
             q_turned,
             k_turned,
             v_turned,
-            None,
-            noise,
+            noise=self._noise(parameters),
             kernel=self.kernel,
             decay_keys=self.decay_keys,
             decay_values=self.decay_values,
-            documents=documents,
-            backend=self.backend if record is None else "reference",
+            documents=context.documents,
             dropout=self.shape.dropout if self.training else 0.0,
             return_weights=record is not None,
         )
-        v_bar = rotate(output.v_bar, *rotary, inverse=True) if self.rotate_values else output.v_bar
+        output = robust_attention(call, self.backend if record is None else "reference")
+        v_bar = rotate(output.v_bar, *context.rotary, inverse=True) if self.rotate_values else output.v_bar
         if record is not None:
             record.update(q=q, k=k, v=v, v_bar=v_bar, update=v_bar, params=parameters)
-            record_estimate(record, output, noise, None)
+            record_estimate(record, output)
         return self.out(merge_heads(v_bar))
 
     def _noise(self, parameters: dict[str, Tensor]) -> DirectionalNoise:

@@ -8,11 +8,9 @@ from torch import Tensor, nn
 
 from polarlm.attention.lean import rotate
 from polarlm.attention.mixer import (
-    KeyValueCache,
     Mixer,
     MixerShape,
-    Record,
-    Rotary,
+    TokenContext,
     linear,
     mean_visible,
     merge_heads,
@@ -35,15 +33,7 @@ class StandardAttention(Mixer):
         self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if qk_norm else None
         self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if qk_norm else None
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        rotary: Rotary,
-        documents: Tensor | None = None,
-        cache: KeyValueCache | None = None,
-        record: Record | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         """y_i = sum_j softmax(q_i . k_j / sqrt(Dh)) v_j, per head, then W_o."""
         sizes = [heads * self.shape.head_dim for heads in self.heads]
         q, k, v = (split_heads(part, heads) for part, heads in zip(self.qkv(x).split(sizes, dim=-1), self.heads))
@@ -51,18 +41,19 @@ class StandardAttention(Mixer):
             wide = torch.promote_types(v.dtype, torch.float32)  # norms are fp32 or better
             q, k = self.q_norm(q.to(wide)).to(v.dtype), self.k_norm(k.to(wide)).to(v.dtype)
         own = v  # the query tokens' own values, in their own frame
-        q_turned, k_turned = rotate(q, *rotary), rotate(k, *rotary)
-        v_turned = rotate(v, *rotary) if self.rotate_values else v
-        if cache is not None:
-            k_turned, v_turned, _ = cache.append(k_turned, v_turned)
+        q_turned, k_turned = rotate(q, *context.rotary), rotate(k, *context.rotary)
+        v_turned = rotate(v, *context.rotary) if self.rotate_values else v
+        if context.cache is not None:
+            k_turned, v_turned, _ = context.cache.append(k_turned, v_turned)
 
-        v_bar = self._attend(q_turned, k_turned, v_turned, documents)
+        v_bar = self._attend(q_turned, k_turned, v_turned, context.documents)
         if self.rotate_values:
-            v_bar = rotate(v_bar, *rotary, inverse=True)
+            v_bar = rotate(v_bar, *context.rotary, inverse=True)
         update = self.combine(v_bar, own)
-        if record is not None:
-            weights, log_evidence = attention_weights(q_turned, k_turned, documents)
-            record.update(q=q, k=k, v=own, v_bar=v_bar, update=update, weights=weights, log_evidence=log_evidence)
+        if context.record is not None:
+            weights, log_evidence = attention_weights(q_turned, k_turned, context.documents)
+            context.record.update(q=q, k=k, v=own, v_bar=v_bar, update=update)
+            context.record.update(weights=weights, log_evidence=log_evidence)
         return self.out(merge_heads(update))
 
     def combine(self, v_bar: Tensor, own: Tensor) -> Tensor:

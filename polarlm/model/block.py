@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from polarlm.attention.mixer import KeyValueCache, Mixer, Record, Rotary
+from polarlm.attention.mixer import Mixer, TokenContext
 from polarlm.model.norm import RMSNorm
 
 
@@ -22,19 +22,11 @@ class Block(nn.Module):
         self.feed_forward = feed_forward
         self.dropout = nn.Dropout(dropout)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        rotary: Rotary,
-        documents: Tensor | None = None,
-        cache: KeyValueCache | None = None,
-        record: Record | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         """(B, T, d) -> (B, T, d)."""
-        mixed = self.mixer(self.mixer_norm(x), rotary=rotary, documents=documents, cache=cache, record=record)
+        mixed = self.mixer(self.mixer_norm(x), context)
         middle = x + self.dropout(mixed)
         after = middle + self.dropout(self.feed_forward(self.ffn_norm(middle)))
-        if record is not None:
-            record.update(residual_in=x, residual_mid=middle, residual_out=after)
+        if context.record is not None:
+            context.record.update(residual_in=x, residual_mid=middle, residual_out=after)
         return after

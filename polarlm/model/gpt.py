@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from polarlm.attention.mixer import INIT_STD, KeyValueCache, Mixer, MixerShape, Record, Rotary, linear
+from polarlm.attention.mixer import INIT_STD, KeyValueCache, Mixer, MixerShape, Record, Rotary, TokenContext, linear
 from polarlm.errors import UserError
 from polarlm.geometry import rotary_tables
 from polarlm.model.block import Block
@@ -151,14 +151,18 @@ class GPT(nn.Module):
         rotary = self._rotary(tokens, documents, cache)
         x = self.dropout(self.embedding(tokens))
         for layer, block in enumerate(self._blocks()):
-            kept: Record | None = {} if record is not None else None
-            if self.config.checkpointing and self.training and kept is None:
-                x = checkpoint(block, x, rotary=rotary, documents=documents, use_reentrant=False)
+            context = TokenContext(
+                rotary,
+                documents,
+                cache.layers[layer] if cache is not None else None,
+                {} if record is not None else None,
+            )
+            if self.config.checkpointing and self.training and record is None:
+                x = checkpoint(block, x, context, use_reentrant=False)
             else:
-                layer_cache = cache.layers[layer] if cache is not None else None
-                x = block(x, rotary=rotary, documents=documents, cache=layer_cache, record=kept)
-            if record is not None and kept is not None:
-                record.append(kept)
+                x = block(x, context)
+            if record is not None and context.record is not None:
+                record.append(context.record)
         return self.norm(x)
 
     def _rotary(self, tokens: Tensor, documents: Tensor | None, cache: Cache | None) -> Rotary:

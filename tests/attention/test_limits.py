@@ -11,6 +11,7 @@ from polarlm.attention import (
     PolarAttention,
     RobustFilterAttention,
     StandardAttention,
+    TokenContext,
 )
 from polarlm.geometry import rotary_tables
 from polarlm.geometry.transport import rotary_frequencies, transport_pairwise
@@ -55,7 +56,7 @@ def assert_same_function(standard: StandardAttention, polar: PolarAttention) -> 
     results = []
     for mixer in (standard, polar):
         x_ = x.clone().requires_grad_()
-        out = mixer(prepare(x_), rotary=rotary(mixer))
+        out = mixer(prepare(x_), TokenContext(rotary(mixer)))
         (out * weight).sum().backward()
         qkv = mixer.qkv.weight.grad if mixer is standard else torch.cat((mixer.qk.weight.grad, mixer.v.weight.grad))
         results.append((out, x_.grad, qkv, mixer.out.weight.grad))
@@ -116,7 +117,7 @@ def test_a_wrong_temperature_is_not_standard_attention():
 def test_xsa_is_attention_and_the_published_two_lines():  # M1
     mixer = ExclusiveAttention(shape())
     record: dict = {}
-    mixer(torch.randn(2, LENGTH, WIDTH), rotary=rotary(mixer), record=record)
+    mixer(torch.randn(2, LENGTH, WIDTH), TokenContext(rotary(mixer), record=record))
     y, v = record["v_bar"], record["v"]
     unit = F.normalize(v, dim=-1)
     torch.testing.assert_close(record["update"], y - (y * unit).sum(-1, keepdim=True) * unit)
@@ -126,13 +127,13 @@ def test_xsa_in_some_layers_only_leaves_the_others_standard():
     plain, exclusive = StandardAttention(shape()), ExclusiveAttention(shape(), layers=[1])
     exclusive.load_state_dict(plain.state_dict())
     x = torch.randn(2, LENGTH, WIDTH)
-    torch.testing.assert_close(exclusive(x, rotary=rotary(plain)), plain(x, rotary=rotary(plain)))
+    torch.testing.assert_close(exclusive(x, TokenContext(rotary(plain))), plain(x, TokenContext(rotary(plain))))
 
 
 def test_value_rotation_is_pairwise_transport():  # M1 for standard_rove
     mixer = StandardAttention(shape(), rotate_values=True)
     record: dict = {}
-    mixer(torch.randn(2, LENGTH, WIDTH), rotary=rotary(mixer), record=record)
+    mixer(torch.randn(2, LENGTH, WIDTH), TokenContext(rotary(mixer), record=record))
     frequencies = -rotary_frequencies(SIZE)  # RoPE's sign of w against the paper's: a gauge, but the same for both
     for head in range(HEADS):
         carried = transport_pairwise(record["v"][1, head], torch.arange(LENGTH).float(), frequencies)
@@ -162,7 +163,7 @@ def test_rfa_without_decay_has_polars_directional_weights(kernel):  # K12
     x = torch.randn(2, LENGTH, WIDTH)
     records: list[dict] = [{}, {}]
     for mixer, record in zip((rfa, polar), records):
-        mixer(x, rotary=rotary(mixer), record=record)
+        mixer(x, TokenContext(rotary(mixer), record=record))
     torch.testing.assert_close(records[0]["weights"], records[1]["weights"], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(records[0]["log_evidence"], records[1]["log_evidence"], atol=1e-4, rtol=1e-4)
 
@@ -170,7 +171,7 @@ def test_rfa_without_decay_has_polars_directional_weights(kernel):  # K12
 def test_rfa_follows_appendix_a_literally():  # K12: an independent transcription, decay and process noise included
     mixer = RobustFilterAttention(shape(), mu=[0.0, 0.05, 0.2, 1.0], nu=[2.0, 3.0, 4.0, 50.0])
     record: dict = {}
-    mixer(torch.randn(2, LENGTH, WIDTH), rotary=rotary(mixer), record=record)
+    mixer(torch.randn(2, LENGTH, WIDTH), TokenContext(rotary(mixer), record=record))
     p = {name: value[:, None, None].double() for name, value in record["params"].items()}
     q, k, v = (torch.complex(*record[name].double().chunk(2, dim=-1)) for name in "qkv")
     time = torch.arange(LENGTH).double()
@@ -194,7 +195,7 @@ def test_with_one_head_all_projections_agree():  # H3 as a block
     for projection in ("per_head", "global", "evidence"):
         torch.manual_seed(1)
         mixer = PolarAttention(shape(heads=1), projection=projection)
-        outputs.append(mixer(x, rotary=rotary(mixer)))
+        outputs.append(mixer(x, TokenContext(rotary(mixer))))
     torch.testing.assert_close(outputs[0], outputs[1], atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(outputs[0], outputs[2], atol=1e-6, rtol=1e-5)
 
@@ -204,7 +205,7 @@ def test_with_several_heads_they_differ():
     for projection in ("per_head", "global", "evidence", "none"):
         torch.manual_seed(1)
         mixer = PolarAttention(shape(), projection=projection, nu_t=[1.0, 2.0, 4.0, 8.0])
-        outputs.append(mixer(x, rotary=rotary(mixer)))
+        outputs.append(mixer(x, TokenContext(rotary(mixer))))
     for i in range(4):
         for j in range(i):
             assert (outputs[i] - outputs[j]).abs().max() > 1e-4

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from polarlm.attention import MixerShape, PolarAttention, PolarLiteralAttention
+from polarlm.attention import MixerShape, PolarAttention, PolarLiteralAttention, TokenContext
 from polarlm.errors import UserError
 from polarlm.geometry import rotary_tables
 from polarlm.model import GPT, GPTConfig
@@ -17,7 +17,7 @@ SHAPE = MixerShape(d_model=WIDTH, n_head=4, n_kv_head=4, head_dim=8, layer=0, n_
 def run(mixer, x=None):
     record: dict = {}
     x = torch.randn(2, LENGTH, WIDTH) if x is None else x
-    out = mixer(x, rotary=rotary_tables(torch.arange(x.shape[1]), mixer.rotary_dim), record=record)
+    out = mixer(x, TokenContext(rotary_tables(torch.arange(x.shape[1]), mixer.rotary_dim), record=record))
     return out, record
 
 

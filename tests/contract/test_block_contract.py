@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from polarlm.attention import TokenContext
 from polarlm.geometry import rotary_tables
 from tests.contract.conftest import CLASSES, VOCAB
 
@@ -45,7 +46,7 @@ def test_output_depends_on_the_past_and_never_on_the_future(build):
     model = build()
     mixer, rotary = mixer_and_rotary(model, 9)
     x = torch.randn(2, 9, 32, requires_grad=True)
-    out = mixer(x, rotary=rotary)
+    out = mixer(x, TokenContext(rotary))
     for i in (0, 4, 8):
         (gradient,) = torch.autograd.grad(out[:, i].square().sum(), x, retain_graph=True)
         assert (gradient[:, i + 1 :] == 0).all()
@@ -57,10 +58,10 @@ def test_batch_rows_do_not_influence_each_other(build):
     model = build()
     mixer, rotary = mixer_and_rotary(model, 9)
     x = torch.randn(3, 9, 32, requires_grad=True)
-    out = mixer(x, rotary=rotary)
+    out = mixer(x, TokenContext(rotary))
     (gradient,) = torch.autograd.grad(out[1].square().sum(), x)
     assert (gradient[[0, 2]] == 0).all()
-    torch.testing.assert_close(mixer(x[1:2], rotary=rotary), out[1:2], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(mixer(x[1:2], TokenContext(rotary)), out[1:2], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kv_heads", [None, 2])
@@ -95,7 +96,7 @@ def test_gradients_are_right_in_float64(build):
     names, values = zip(*mixer.named_parameters())
 
     def run(x, *parameters):
-        return torch.func.functional_call(mixer, dict(zip(names, parameters)), (x,), {"rotary": rotary})
+        return torch.func.functional_call(mixer, dict(zip(names, parameters)), (x, TokenContext(rotary)))
 
     inputs = (torch.randn(2, 4, 8, dtype=torch.float64, requires_grad=True), *values)
     assert torch.autograd.gradcheck(run, inputs, fast_mode=True, atol=1e-5)
@@ -206,6 +207,6 @@ def test_survives_extreme_streams(build):
     x[1, 2] *= 1e3
     x[2] = x[2, :1]  # identical tokens: q = k up to rotation
     x.requires_grad_()
-    out = mixer(x, rotary=rotary)
+    out = mixer(x, TokenContext(rotary))
     out.sum().backward()
     assert out.isfinite().all() and x.grad.isfinite().all()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from geometry_draws import normal, positive
 
-from polarlm.attention.kernels import DirectionalNoise, RadialNoise, robust_attention
+from polarlm.attention.kernels import DirectionalNoise, RadialNoise, RobustCall, robust_attention
 from polarlm.geometry.likelihood import radial_consensus, squared_chord
 from polarlm.geometry.polar import to_polar
 from polarlm.geometry.precision import log_kappa, log_kappa_tilde, log_rho, log_rho_tilde
@@ -26,10 +26,12 @@ def test_k6_units_of_magnitude_and_noise_are_free():
         noise = DirectionalNoise(mu, c**2 * eta_k2, c**2 * eta_q2, c**2 * sigma02, c**2 * m_inf2, nu, tau)
         rates = (torch.tensor(x, dtype=torch.float64) for x in (0.1, 0.2 * c**2, 0.3 * c**2, 0.1 * c**2, 2.0))
         options = dict(kernel="student", radial=RadialNoise(*rates), radial_mode="own", return_weights=True)
-        return robust_attention(q, k, values, c * m, noise, backend="reference", **options)
+        return robust_attention(RobustCall(q, k, values, noise, magnitude=c * m, **options), "reference")
 
     one, other = run(1.0), run(1.7)
-    for name in ("weights", "radial_weights", "log_evidence", "v_bar"):
+    for name in ("directional", "radial"):
+        torch.testing.assert_close(getattr(other.weights, name), getattr(one.weights, name))
+    for name in ("log_evidence", "v_bar"):
         torch.testing.assert_close(getattr(other, name), getattr(one, name))
     torch.testing.assert_close(other.m_bar, 1.7 * one.m_bar)
 
@@ -43,9 +45,8 @@ def test_kernel_and_geometry_agree(kernel):
     one = torch.tensor(1.0, dtype=torch.float64)
     radial = RadialNoise(mu=0.1 * one, eta_k2=0.2 * one, eta_q2=0.3 * one, sigma02=0.1 * one, nu=2.0 * one)
     heads = v.view(B, T, H, DH).transpose(1, 2)
-    out = robust_attention(
-        q, k, heads, m, noise, kernel=kernel, radial=radial, radial_mode="own", backend="reference", return_weights=True
-    )
+    options = dict(radial=radial, radial_mode="own", return_weights=True)
+    out = robust_attention(RobustCall(q, k, heads, noise, kernel, m, **options), "reference")
 
     t = torch.arange(T, dtype=torch.float64)
     lag, mask = (t[:, None] - t).clamp_min(0), causal_mask(T)
@@ -54,11 +55,13 @@ def test_kernel_and_geometry_agree(kernel):
     m_j = m[:, None, None, :]
     kappa = log_kappa(m_j, lag, **shared)
     tilde = log_kappa_tilde(m_j, lag, eta_q2=per_head["eta_q2"], **shared)
+    torch.testing.assert_close(out.weights.log_kappa, kappa)
+    torch.testing.assert_close(out.weights.log_kappa_tilde, tilde)
     assert tilde.max() < math.log(1e4)  # the kernel caps there, the mathematics does not
     s = tilde.exp() * squared_chord(q, k)
     log_w = log_influence(s, kernel, dim=DH / 2, nu_t=per_head["nu"], tau=per_head["tau"])
     weights, evidence = estimation_weights(kappa, log_w, mask)
-    torch.testing.assert_close(out.weights, weights)
+    torch.testing.assert_close(out.weights.directional, weights)
     torch.testing.assert_close(out.log_evidence, evidence)
     torch.testing.assert_close(out.v_bar, weights @ heads)
 
@@ -68,5 +71,5 @@ def test_kernel_and_geometry_agree(kernel):
     rho_tilde = log_rho_tilde(lag, mu=0.1, eta_k2=0.2, eta_q2=0.3, sigma02=0.1)
     d2 = rho_tilde.exp() * (cosine * carried - m[:, :, None]) ** 2
     radial_weights, _ = estimation_weights(rho, log_influence(d2, "student", dim=1, nu_t=2.0), mask)
-    torch.testing.assert_close(out.radial_weights, radial_weights)
+    torch.testing.assert_close(out.weights.radial, radial_weights)
     torch.testing.assert_close(out.m_bar, radial_consensus(radial_weights, cosine, carried))

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from polarlm.geometry.precision import MAX_QUERY_PRECISION
+
 from .lag_tables import (
     DECAY_1,
     DECAY_2,
@@ -23,7 +25,6 @@ from .lag_tables import (
     OWN,
     windows,
 )
-from .noise import MAX_QUERY_PRECISION
 
 LOG2_E = 1.4426950408889634
 

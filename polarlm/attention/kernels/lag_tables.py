@@ -14,8 +14,9 @@ import math
 import torch
 from torch import Tensor
 
+from polarlm.geometry.precision import log_information, log_or_minus_infinity, log_rho, log_rho_tilde, log_variance
+
 from .noise import DirectionalNoise, RadialNoise
-from .reference import log_or_minus_infinity, log_variance
 
 # Rows of a stack of log-tables.
 KAPPA, KAPPA_QUERY, OWN, FLOOR = range(4)
@@ -25,42 +26,38 @@ FLOOR_1, KEY_1, DECAY_1, FLOOR_2, KEY_2, DECAY_2, LAG = range(7)
 LARGEST_SLOPE = 60.0  # log: a floor of exactly 0 has no finite derivative at long lags, and none is learned there
 
 
-def directional_tables(noise: DirectionalNoise, lags: int, half: float, magnitude: bool, decay: bool, dtype) -> Tensor:
+def directional_tables(
+    noise: DirectionalNoise, lags: int, half: float, magnitude: bool, decay: bool, dtype: torch.dtype
+) -> Tensor:
     """Log-tables (rows, H, lags): t1, log t2, then log a and log b with a magnitude, then log E with decay."""
-    lag = torch.arange(lags, device=noise.mu.device, dtype=dtype)
-
-    def per_head(x: Tensor) -> Tensor:
-        return x.to(dtype)[:, None]
-
-    mu, eta_k2, sigma02 = per_head(noise.mu), per_head(noise.eta_k2), per_head(noise.sigma02)
-    process2 = None if noise.process2 is None else per_head(noise.process2)
-    log_kappa = -log_variance(lag, mu, eta_k2, sigma02, process2)
-    log_kappa_query = -log_variance(lag, mu, eta_k2, sigma02 + per_head(noise.eta_q2), process2) - math.log(half)
-    rows = [log_kappa, log_kappa_query]
+    lag, mu, variance, variance_query = _variances(noise, lags, dtype)
+    rows = [-variance, -variance_query - math.log(half)]
     if magnitude:
-        log_decay2, log_floor = -2 * mu * lag, log_or_minus_infinity(per_head(noise.m_inf2)).expand(-1, lags)
-        log_sum = torch.logaddexp(log_decay2, log_floor)
-        rows = [log_kappa + log_sum, log_kappa_query + log_sum, log_decay2 - log_sum, log_floor - log_sum]
+        m_inf2 = noise.m_inf2.to(dtype)[:, None]
+        log_sum = log_information(lag.new_ones(()), lag, mu, m_inf2)
+        own, floor = -2 * mu * lag - log_sum, log_or_minus_infinity(m_inf2, lag) - log_sum
+        rows = [*(row + log_sum for row in rows), own, floor]
     if decay:
         rows.append(-mu * lag)
     return torch.stack(torch.broadcast_tensors(*rows))
 
 
-def slope_tables(noise: DirectionalNoise, lags: int, dtype) -> Tensor:
+def slope_tables(noise: DirectionalNoise, lags: int, dtype: torch.dtype) -> Tensor:
     """Derivatives of log V = log(η_k²E² + floor² + σ̃²(1−E²)) per lag, (7, H, lags): 1/V, E²/V, Δ·E²/V twice, and Δ."""
-    lag = torch.arange(lags, device=noise.mu.device, dtype=dtype)
-
-    def per_head(x: Tensor) -> Tensor:
-        return x.to(dtype)[:, None]
-
-    mu, eta_k2, sigma02 = per_head(noise.mu), per_head(noise.eta_k2), per_head(noise.sigma02)
-    process2 = None if noise.process2 is None else per_head(noise.process2)
+    lag, mu, *variances = _variances(noise, lags, dtype)
     rows = []
-    for floor2 in (sigma02, sigma02 + per_head(noise.eta_q2)):
-        log_v = log_variance(lag, mu, eta_k2, floor2, process2)
+    for log_v in variances:
         key = torch.exp(-2 * mu * lag - log_v)
         rows += [(-log_v).clamp_max(LARGEST_SLOPE).exp(), key, lag * key]
     return torch.stack(torch.broadcast_tensors(*rows, lag))
+
+
+def _variances(noise: DirectionalNoise, lags: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The lags (lags,), μ (H,1), and the log-variances of κ and κ̃ (H, lags)."""
+    lag = torch.arange(lags, device=noise.mu.device, dtype=dtype)
+    mu, eta_k2, sigma02, eta_q2 = (x.to(dtype)[:, None] for x in (noise.mu, noise.eta_k2, noise.sigma02, noise.eta_q2))
+    process2 = None if noise.process2 is None else noise.process2.to(dtype)[:, None]
+    return lag, mu, *(log_variance(lag, mu, eta_k2, floor2, process2) for floor2 in (sigma02, sigma02 + eta_q2))
 
 
 def noise_gradient(sums: dict[str, Tensor], noise: DirectionalNoise) -> dict[str, Tensor]:
@@ -78,19 +75,19 @@ def noise_gradient(sums: dict[str, Tensor], noise: DirectionalNoise) -> dict[str
         "eta_q2": sums.get("gated_floor", zero),
         "sigma02": floor,
         "process2": floor - key,
+        "shape": sums.get("shape", zero),
     }
     m_inf2 = noise.m_inf2
     found["m_inf2"] = torch.where(m_inf2 > 0, sums.get("floor", zero) / m_inf2.clamp_min(1e-30), 0)
     return found
 
 
-def radial_tables(noise: RadialNoise, lags: int, dtype) -> Tensor:
+def radial_tables(noise: RadialNoise, lags: int, dtype: torch.dtype) -> Tensor:
     """Log-tables (3, 1, lags) of the radial channel: log ρ, log ρ̃, log e^{−μ_rΔ}."""
     lag = torch.arange(lags, device=noise.mu.device, dtype=dtype)
-    mu, eta_k2, eta_q2, sigma02 = (x.to(dtype) for x in (noise.mu, noise.eta_k2, noise.eta_q2, noise.sigma02))
-    log_rho = -log_variance(lag, mu, eta_k2, sigma02)
-    log_rho_query = -log_variance(lag, mu, eta_k2, sigma02 + eta_q2)
-    return torch.stack(torch.broadcast_tensors(log_rho, log_rho_query, -mu * lag))[:, None]
+    shared = dict(mu=noise.mu.to(dtype), eta_k2=noise.eta_k2.to(dtype), sigma02=noise.sigma02.to(dtype))
+    rho, rho_query = log_rho(lag, **shared), log_rho_tilde(lag, eta_q2=noise.eta_q2.to(dtype), **shared)
+    return torch.stack(torch.broadcast_tensors(rho, rho_query, -shared["mu"] * lag))[:, None]
 
 
 def reversed_tables(log_tables: Tensor, chunk: int) -> Tensor:

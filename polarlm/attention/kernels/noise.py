@@ -1,30 +1,14 @@
-"""What every backend of robust attention takes and returns: the noise model per head, and the estimate."""
+"""The noise model of robust attention, per head, and the one order in which operators take its parameters."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from polarlm.errors import UserError
-
-# κ̃ is capped so that a token of massive magnitude cannot turn the soft-max into an arg-max (reading.md §4.11).
-MAX_QUERY_PRECISION = 1e4
-# Magnitudes below this would put log m, and its gradient, out of range.
-MIN_MAGNITUDE = 1e-6
-RESIDUAL_FORMS = ("full", "dot")
-
-
-def check_residual_form(form: str, kernel: str) -> str:
-    """The residual's form, checked: `full` is ‖q−k‖², `dot` its cross term −2 q·k alone, as in ordinary attention."""
-    if form not in RESIDUAL_FORMS:
-        raise UserError(f"block.residual_form is {form!r}; allowed: {', '.join(RESIDUAL_FORMS)}.")
-    if form == "dot" and kernel != "exponential":
-        raise UserError(
-            f"block.residual_form=dot is no distance, and block.kernel={kernel} needs one. "
-            "Set block.kernel=exponential, or block.residual_form=full."
-        )
-    return form
+# Rows of the noise as operators take it, (7, H); the last is the kernel's own parameter, ν or τ.
+NOISE_ROWS = ("mu", "eta_k2", "eta_q2", "sigma02", "m_inf2", "process2", "shape")
 
 
 @dataclass(frozen=True)
@@ -40,6 +24,25 @@ class DirectionalNoise:
     tau: Tensor | None = None  # temperature of the exponential kernel
     process2: Tensor | None = None  # RFA's σ̃² = σ²/2μ: adds the variance σ̃²(1−E²)
 
+    def shape(self, kernel: str) -> Tensor:
+        """The kernel's own parameter (H,): ν of student, τ of exponential, 1 of gaussian, which has none."""
+        shape = {"student": self.nu, "exponential": self.tau, "gaussian": torch.ones_like(self.mu)}[kernel]
+        assert shape is not None, "RobustCall.check sees to it"
+        return shape
+
+    def rows(self, kernel: str, dtype: torch.dtype) -> Tensor:
+        """Everything as one tensor (7, H) in the order of NOISE_ROWS; no process noise is a row of zeros."""
+        process2 = torch.zeros_like(self.mu) if self.process2 is None else self.process2
+        named = {"process2": process2, "shape": self.shape(kernel)}
+        return torch.stack([named.get(name, getattr(self, name, None)) for name in NOISE_ROWS]).to(dtype)
+
+
+def noise_of_rows(rows: Tensor) -> tuple[DirectionalNoise, Tensor]:
+    """The way back: the noise, and the kernel's own parameter."""
+    named = dict(zip(NOISE_ROWS, rows.detach()))
+    shape = named.pop("shape")
+    return DirectionalNoise(**named), shape
+
 
 @dataclass(frozen=True)
 class RadialNoise:
@@ -50,14 +53,3 @@ class RadialNoise:
     eta_q2: Tensor
     sigma02: Tensor
     nu: Tensor
-
-
-@dataclass(frozen=True)
-class AttentionOutput:
-    """The directional estimate, its evidence, and the radial estimate where one was asked for."""
-
-    v_bar: Tensor  # (B,H,T,Dh) Σ_j A_ij ṽ_j, still in the rotated frame
-    log_evidence: Tensor  # (B,H,T) log P_attn = logsumexp_j L_ij, at least fp32
-    m_bar: Tensor | None = None  # (B,T) radial estimate
-    weights: Tensor | None = None  # (B,H,T,S) A, before dropout and value decay
-    radial_weights: Tensor | None = None  # (B,T,S)

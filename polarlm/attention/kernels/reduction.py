@@ -15,18 +15,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .noise import MAX_QUERY_PRECISION, MIN_MAGNITUDE, AttentionOutput, DirectionalNoise, RadialNoise
-from .reference import log_or_minus_infinity
+from polarlm.geometry.precision import MAX_QUERY_PRECISION, log_kappa, log_kappa_tilde
+
+from .call import AttentionOutput, RobustCall
 from .streaming_radial import radial_estimate
 
 
-def reducible(q: Tensor, k: Tensor, noise: DirectionalNoise, kernel: str, documents, dropout: float) -> bool:
-    """Whether the logits are a dot product and torch's CPU kernel can take the call."""
-    if kernel != "exponential" or q.device.type != "cpu" or documents is not None or dropout:
-        return False
-    if noise.mu.requires_grad or torch.compiler.is_compiling():  # reading μ would break the graph
-        return False
-    return q.shape[2] in (1, k.shape[2]) and not noise.mu.any()
+def reduction_obstacle(call: RobustCall) -> str | None:
+    """Why the call is no ordinary attention that torch's CPU kernel could take, or None."""
+    if call.kernel != "exponential":
+        return "its kernel is not exponential"
+    if call.return_weights or call.radial_mode == "shared":
+        return "it needs the weights, which torch's kernel keeps to itself"
+    if call.q.device.type != "cpu" or call.documents is not None or call.dropout:
+        return "it needs a CPU, one document per row, and no dropout"
+    mu = call.noise.mu
+    if mu.requires_grad or torch.compiler.is_compiling():  # reading μ would break the graph
+        return "its decay is learned or not known yet"
+    if call.q.shape[2] not in (1, call.k.shape[2]) or mu.any():
+        return "precision decays, or several queries continue a cache"
+    return None
 
 
 class _CausalAttention(torch.autograd.Function):
@@ -49,39 +57,31 @@ class _CausalAttention(torch.autograd.Function):
         )
 
 
-def reduced_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    magnitude: Tensor | None,
-    noise: DirectionalNoise,
-    radial: RadialNoise | None,
-    residual_form: str = "full",
-) -> AttentionOutput:
+def reduced_attention(call: RobustCall) -> AttentionOutput:
     """Robust attention with the exponential kernel at μ = 0, by one call of torch's own attention."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    (_, heads, queries, size), groups = q.shape, k.shape[1]
-    Q = q.to(dtype)
-    K, V = (x.to(dtype).repeat_interleave(heads // groups, dim=1) for x in (k, v))
+    dtype, noise = call.score_dtype, call.noise
+    (_, heads, _, size), groups = call.q.shape, call.k.shape[1]
+    Q = call.q.to(dtype)
+    K, V = (x.to(dtype).repeat_interleave(heads // groups, dim=1) for x in (call.k, call.v))
 
     def per_head(x: Tensor) -> Tensor:
         return x.to(dtype)[:, None]
 
-    variance = per_head(noise.eta_k2) + per_head(noise.sigma02)  # E = 1, so RFA's σ̃²(1−E²) vanishes
-    log_numerator = torch.zeros((), dtype=dtype)
-    if magnitude is not None:
-        log_m2 = 2 * magnitude.to(dtype).clamp_min(MIN_MAGNITUDE).log()[:, None]
-        log_numerator = torch.logaddexp(log_m2, log_or_minus_infinity(per_head(noise.m_inf2)))
-    log_kappa = log_numerator - variance.log()  # (B or 1, H, S or 1)
-    log_query = (log_numerator - (variance + per_head(noise.eta_q2)).log()).clamp_max(math.log(MAX_QUERY_PRECISION))
-    slope = log_query.exp() / (per_head(noise.tau) * size / 2)  # c_j
-    one, full = torch.ones_like(Q[..., :1]), residual_form == "full"
-    bias = log_kappa - slope * K.square().sum(-1) * full  # (B,H,S)
+    # E = 1: every lag is like lag 0, and RFA's σ̃²(1−E²) vanishes.
+    here = torch.zeros((), dtype=dtype)
+    m = None if call.magnitude is None else call.magnitude.to(dtype)[:, None]  # (B,1,S)
+    shared = dict(mu=0.0, eta_k2=per_head(noise.eta_k2), sigma02=per_head(noise.sigma02))
+    shared["m_inf2"] = per_head(noise.m_inf2)
+    kappa = log_kappa(m, here, **shared)  # (B or 1, H, S or 1)
+    kappa_tilde = log_kappa_tilde(m, here, eta_q2=per_head(noise.eta_q2), **shared)
+    kappa_tilde = kappa_tilde.clamp_max(math.log(MAX_QUERY_PRECISION))
+    slope = kappa_tilde.exp() / (per_head(noise.shape(call.kernel)) * call.half)  # c_j
+    one, full = torch.ones_like(Q[..., :1]), call.residual_form == "full"
+    bias = kappa - slope * K.square().sum(-1) * full  # (B,H,S)
     wide_q = torch.cat([Q, Q.square().sum(-1, keepdim=True) * full, one], -1)
     wide_k = torch.cat([2 * slope[..., None] * K, -slope.expand_as(bias)[..., None], bias[..., None]], -1)
     padding = -wide_q.shape[-1] % 8  # whole vectors for the kernel's loops
     wide_v = F.pad(V, (0, 2 + padding))
     wide_v = torch.cat([wide_v[..., :-1], torch.ones_like(wide_v[..., :1])], -1)
     out, log_evidence = _CausalAttention.apply(F.pad(wide_q, (0, padding)), F.pad(wide_k, (0, padding)), wide_v)
-    m_bar = None if radial is None else radial_estimate(v, magnitude, radial, None, queries)
-    return AttentionOutput(out[..., :size].to(v.dtype), log_evidence, m_bar)
+    return AttentionOutput(out[..., :size].to(call.v.dtype), log_evidence, radial_estimate(call))

@@ -7,9 +7,14 @@ K keys they see.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from polarlm.geometry.precision import MIN_MAGNITUDE
+
+from .call import AttentionOutput, RobustCall
 from .chunks import ALL, Plan, part, same_document
 from .elementwise import backward_chunk, logits_chunk, weights_chunk
 from .fusion import fused
@@ -22,11 +27,12 @@ from .lag_tables import (
     slope_tables,
     table_slice,
 )
-from .noise import MIN_MAGNITUDE, AttentionOutput, DirectionalNoise, RadialNoise
+from .noise import NOISE_ROWS, DirectionalNoise, noise_of_rows
+from .operator import differentiable
 from .streaming_radial import SharedRadial, radial_estimate
 
-# Rows of the noise (6, H) as the operators take it; a process noise of None is a row of zeros.
-NOISE_ROWS = ("mu", "eta_k2", "eta_q2", "sigma02", "m_inf2", "process2")
+# What the operator differentiates, in the order in which its backward pass returns the gradients.
+DIFFERENTIABLE = ("q", "k", "v", "m2", "noise", "m", "log_radial_decay")
 
 
 def _flat(x: Tensor, groups: int) -> Tensor:
@@ -38,12 +44,8 @@ def _keys(x: Tensor, rows: slice, keys: int) -> Tensor:
     return x[rows, :, :keys].flatten(0, 1)
 
 
-def _noise(rows: Tensor) -> DirectionalNoise:
-    return DirectionalNoise(**dict(zip(NOISE_ROWS, rows.detach())))
-
-
-def _tables(noise: Tensor, plan: Plan, magnitude: bool, decay: bool) -> Tensor:
-    tables = directional_tables(_noise(noise), plan.keys, plan.size / 2, magnitude, decay, plan.like.dtype)
+def _tables(noise: DirectionalNoise, plan: Plan, magnitude: bool, decay: bool) -> Tensor:
+    tables = directional_tables(noise, plan.keys, plan.size / 2, magnitude, decay, plan.like.dtype)
     return reversed_tables(tables, plan.chunk)
 
 
@@ -60,22 +62,31 @@ def _keep(shape: torch.Size, dropout: float, seed: Tensor | None, chunk_number: 
     return kept.to(like.dtype) / (1 - dropout)
 
 
-@torch.library.custom_op("polarlm::streaming_forward", mutates_args=())
+def _gradient(
+    gradients: tuple[Tensor, ...], outputs: tuple[Tensor, ...], given: dict[str, Any], wanted: set[str]
+) -> dict[str, Tensor]:
+    (d_out, d_log_evidence, d_m_bar), (out, log_evidence, m_bar) = gradients, outputs
+    found = streaming_backward(d_out, d_log_evidence, d_m_bar, out, log_evidence, m_bar, **given)
+    return dict(zip(DIFFERENTIABLE, found))
+
+
+@differentiable("polarlm::streaming_forward", _gradient)
 def streaming_forward(
-    q: Tensor, k: Tensor, v: Tensor, m2: Tensor | None, noise: Tensor, shape: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, m2: Tensor | None, noise: Tensor,
     m: Tensor | None, log_radial_decay: Tensor | None, documents: Tensor | None,
     seed: Tensor | None, kernel: str, decay_keys: bool, decay_values: bool, dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """v_bar (B,H,T,Dh), log-evidence (B,H,T), and radial estimate per head (B,H,T) where `log_radial_decay` is given.
 
-    `noise` (6, H) has the rows of NOISE_ROWS, `shape` (H,) is ν or τ, `m2` (B,S) the squared magnitude of κ; the
-    magnitude `m` (B,S) and the log-table (1,1,S) of its decay ask for the radial estimate Σ_j A_ij c_ij m̂_ij with these
-    weights (radial mode `shared`).
+    `noise` (7, H) has the rows of NOISE_ROWS, `m2` (B,S) is the squared magnitude of κ; the magnitude `m` (B,S) and the
+    log-table (1,1,S) of its decay ask for the radial estimate Σ_j A_ij c_ij m̂_ij with these weights (radial mode
+    `shared`).
     """
     plan = Plan(q, k)
-    q, k, v, shape = q.contiguous(), k.contiguous(), v.contiguous(), shape.detach()
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    parameters, shape = noise_of_rows(noise)
     q2, k2 = _squares(q, k)
-    tables = _tables(noise, plan, m2 is not None, decay_keys or decay_values)
+    tables = _tables(parameters, plan, m2 is not None, decay_keys or decay_values)
     out, log_evidence = torch.empty_like(q), torch.empty_like(q2)
     radial = None if log_radial_decay is None else SharedRadial(plan, v, m, log_radial_decay)
     m_bar = q2.new_empty(0) if radial is None else torch.empty_like(q2)
@@ -114,9 +125,7 @@ def streaming_forward(
 
 
 @streaming_forward.register_fake
-def _(
-    q, k, v, m2, noise, shape, m, log_radial_decay, documents, seed, kernel, decay_keys, decay_values, dropout
-):  # fmt: skip
+def _(q, k, v, m2, noise, m, log_radial_decay, *_options):
     m_bar = q.new_empty(0) if log_radial_decay is None else q.new_empty(q.shape[:3])
     return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3]), m_bar
 
@@ -124,16 +133,17 @@ def _(
 @torch.library.custom_op("polarlm::streaming_backward", mutates_args=())
 def streaming_backward(
     d_out: Tensor, d_log_evidence: Tensor, d_m_bar: Tensor, out: Tensor, log_evidence: Tensor, m_bar: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, m2: Tensor | None, noise: Tensor, shape: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, m2: Tensor | None, noise: Tensor,
     m: Tensor | None, log_radial_decay: Tensor | None, documents: Tensor | None,
     seed: Tensor | None, kernel: str, decay_keys: bool, decay_values: bool, dropout: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, v, m2, the noise, `shape`, m and the radial decay; empty where there is no input."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of the inputs that DIFFERENTIABLE names, in its order; empty where there is no input."""
     plan = Plan(q, k)
-    q, k, v, d_out, shape = q.contiguous(), k.contiguous(), v.contiguous(), d_out.contiguous(), shape.detach()
+    q, k, v, d_out = q.contiguous(), k.contiguous(), v.contiguous(), d_out.contiguous()
+    parameters, shape = noise_of_rows(noise)
     q2, k2 = _squares(q, k)
-    tables = _tables(noise, plan, m2 is not None, decay_keys or decay_values)
-    slopes = reverse(slope_tables(_noise(noise), plan.keys, q.dtype), plan.chunk)
+    tables = _tables(parameters, plan, m2 is not None, decay_keys or decay_values)
+    slopes = reverse(slope_tables(parameters, plan.keys, q.dtype), plan.chunk)
     delta = torch.linalg.vecdot(d_out, out) - d_log_evidence
     radial = None if log_radial_decay is None else SharedRadial(plan, v, m, log_radial_decay)
     if radial is not None:
@@ -186,73 +196,52 @@ def streaming_backward(
         dk.addcmul_(k, d_k2.view(plan.batch, plan.groups, -1, plan.keys).sum(2)[..., None], value=2)
         if m2 is not None:
             d_m2 /= m2
-        d_shape = totals.get("shape", torch.zeros_like(shape))
-        d_noise = noise_gradient(totals, _noise(noise))
+        d_noise = noise_gradient(totals, parameters)
     d_m, d_radial_decay = q.new_empty(0), q.new_empty(0)
     if radial is not None:
         dv += radial.d_value.unflatten(-1, (plan.groups, -1)).transpose(1, 2)
         d_m, d_radial_decay = radial.d_m, radial.d_decay.flip(-1)
-    return dq, dk, dv, d_m2, torch.stack([d_noise[row] for row in NOISE_ROWS]), d_shape, d_m, d_radial_decay
+    return dq, dk, dv, d_m2, torch.stack([d_noise[row] for row in NOISE_ROWS]), d_m, d_radial_decay
 
 
 @streaming_backward.register_fake
-def _(
-    d_out, d_log_evidence, d_m_bar, out, log_evidence, m_bar, q, k, v, m2, noise, shape, m, log_radial_decay,
-    documents, seed, kernel, decay_keys, decay_values, dropout,
-):  # fmt: skip
-    inputs = (q, k, v, m2, noise, shape, m if log_radial_decay is not None else None, log_radial_decay)
+def _(d_out, d_log_evidence, d_m_bar, out, log_evidence, m_bar, q, k, v, m2, noise, m, log_radial_decay, *_options):
+    inputs = (q, k, v, m2, noise, m, log_radial_decay)
     contiguous = torch.contiguous_format
     return tuple(q.new_empty(0) if x is None else torch.empty_like(x, memory_format=contiguous) for x in inputs)
 
 
-def _save(ctx, inputs, output) -> None:
-    tensors, ctx.options = inputs[:10], inputs[10:]
-    ctx.save_for_backward(*output, *tensors)
+def streaming_obstacle(call: RobustCall) -> str | None:
+    """Why the streaming backend cannot take a call, or None."""
+    if call.return_weights:
+        return "it never holds the weights that were asked for"
+    if call.radial_mode == "shared" and call.decay_values:
+        return "it does not combine block.radial=shared with decaying values"
+    if call.residual_form == "dot":
+        return "it only knows block.residual_form=full"
+    return None
 
 
-def _differentiate(ctx, *gradients: Tensor):
-    tensors = ctx.saved_tensors
-    found = streaming_backward(*gradients, *tensors, *ctx.options)
-    inputs = tensors[3:11]
-    return *(None if x is None else g for x, g in zip(inputs, found)), *[None] * (2 + len(ctx.options))
-
-
-streaming_forward.register_autograd(_differentiate, setup_context=_save)
-
-
-def streaming_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    magnitude: Tensor | None,
-    noise: DirectionalNoise,
-    *,
-    kernel: str,
-    decay_keys: bool,
-    decay_values: bool,
-    radial: RadialNoise | None,
-    radial_mode: str,
-    documents: Tensor | None,
-    dropout: float,
-) -> AttentionOutput:
-    """Robust attention in O(N·chunk) memory; arguments as in `robust_attention`."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    decay_keys = decay_keys and kernel != "gaussian"  # the Gaussian kernel does not look at the residual
-    lags = k.shape[2]
-    m = None if magnitude is None else magnitude.to(dtype)
-    m2 = None if m is None else m.clamp_min(MIN_MAGNITUDE).square()
-    zero = torch.zeros_like(noise.mu)
-    rows = torch.stack([zero if (row := getattr(noise, name)) is None else row for name in NOISE_ROWS]).to(dtype)
-    shape = {"student": noise.nu, "exponential": noise.tau, "gaussian": torch.ones_like(noise.mu)}[kernel].to(dtype)
-    shared = (m, radial_tables(radial, lags, dtype)[-1:]) if radial_mode == "shared" else (None, None)
-    # Drawn on the host, so that reading it in both passes does not wait for the device.
-    seed = torch.randint(2**62, (1,)) if dropout else None
-    wide = (x.to(dtype) for x in (q, k, v))
+def streaming_attention(call: RobustCall) -> AttentionOutput:
+    """Robust attention in O(N·chunk) memory."""
+    dtype, m, log_radial_decay = call.score_dtype, None, None
+    m2 = None if call.magnitude is None else call.magnitude.to(dtype).clamp_min(MIN_MAGNITUDE).square()
+    if call.radial_mode == "shared":
+        assert call.radial is not None and call.magnitude is not None, "RobustCall.check sees to it"
+        m, log_radial_decay = call.magnitude.to(dtype), radial_tables(call.radial, call.k.shape[2], dtype)[-1:]
     v_bar, log_evidence, m_bar = streaming_forward(
-        *wide, m2, rows, shape, *shared, documents, seed, kernel, decay_keys, decay_values, dropout
+        *(x.to(dtype) for x in (call.q, call.k, call.v)),
+        m2,
+        call.noise.rows(call.kernel, dtype),
+        m,
+        log_radial_decay,
+        call.documents,
+        # Drawn on the host, so that reading it in both passes does not wait for the device.
+        torch.randint(2**62, (1,)) if call.dropout else None,
+        call.kernel,
+        call.decay_keys and call.kernel != "gaussian",  # the Gaussian kernel does not look at the residual
+        call.decay_values,
+        call.dropout,
     )
-    if radial_mode == "own":
-        m_bar = radial_estimate(v, m, radial, documents, q.shape[2])
-    else:
-        m_bar = m_bar.mean(1) if radial_mode == "shared" else None
-    return AttentionOutput(v_bar.to(v.dtype), log_evidence, m_bar)
+    m_bar = m_bar.mean(1) if call.radial_mode == "shared" else radial_estimate(call)
+    return AttentionOutput(v_bar.to(call.v.dtype), log_evidence, m_bar)

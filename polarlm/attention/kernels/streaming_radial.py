@@ -6,14 +6,17 @@ the directional pass calls `SharedRadial` while it has them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from .call import RobustCall
 from .chunks import Plan, part, same_document
 from .elementwise import exp, log1p
 from .fusion import fused
 from .lag_tables import lag_sums, radial_tables, reversed_tables, table_slice, windows
-from .noise import RadialNoise
+from .operator import differentiable
 
 RHO, RHO_QUERY, DECAY = range(3)
 TABLE_ROWS = ("log_rho", "log_rho_query", "log_decay")
@@ -95,7 +98,15 @@ def radial_backward_chunk(
         out[row].copy_(value)
 
 
-@torch.library.custom_op("polarlm::radial_forward", mutates_args=())
+def _gradient(
+    gradients: tuple[Tensor, ...], outputs: tuple[Tensor, ...], given: dict[str, Any], wanted: set[str]
+) -> dict[str, Tensor]:
+    (d_m_bar, _unused), (m_bar, log_evidence) = gradients, outputs
+    found = radial_backward(d_m_bar, m_bar, log_evidence, **given)
+    return dict(zip(("value", "m", "log_tables", "nu"), found))
+
+
+@differentiable("polarlm::radial_forward", _gradient)
 def radial_forward(
     value: Tensor, m: Tensor, log_tables: Tensor, nu: Tensor, documents: Tensor | None, queries: int
 ) -> tuple[Tensor, Tensor]:
@@ -172,22 +183,13 @@ def _(d_m_bar, m_bar, log_evidence, value, m, log_tables, nu, documents, queries
     return (*(torch.empty_like(x, memory_format=contiguous) for x in (value, m, log_tables)), torch.empty_like(nu))
 
 
-def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.queries = inputs
-    ctx.save_for_backward(*output, *tensors)
-
-
-def _differentiate(ctx, d_m_bar: Tensor, _unused: Tensor):
-    d_value, d_m, d_tables, d_nu = radial_backward(d_m_bar, *ctx.saved_tensors, ctx.queries)
-    return d_value, d_m, d_tables, d_nu, None, None
-
-
-radial_forward.register_autograd(_differentiate, setup_context=_save)
-
-
-def radial_estimate(v: Tensor, magnitude: Tensor, noise: RadialNoise, documents: Tensor | None, queries: int) -> Tensor:
-    """m̄ (B,T) of the last `queries` positions, weighted by the radial likelihood itself (radial mode `own`)."""
-    dtype = torch.promote_types(v.dtype, torch.float32)
-    value = v.to(dtype).transpose(1, 2).flatten(2)
-    tables = radial_tables(noise, v.shape[2], dtype)
-    return radial_forward(value, magnitude.to(dtype), tables, noise.nu.to(dtype), documents, queries)[0]
+def radial_estimate(call: RobustCall) -> Tensor | None:
+    """m̄ (B,T), weighted by the radial likelihood itself (radial mode `own`); None in the other modes."""
+    if call.radial_mode != "own":
+        return None
+    noise, magnitude, dtype = call.radial, call.magnitude, call.score_dtype
+    assert noise is not None and magnitude is not None, "RobustCall.check sees to it"
+    value = call.v.to(dtype).transpose(1, 2).flatten(2)
+    tables = radial_tables(noise, call.k.shape[2], dtype)
+    m_bar, _ = radial_forward(value, magnitude.to(dtype), tables, noise.nu.to(dtype), call.documents, call.q.shape[2])
+    return m_bar

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .lag_tables import radial_tables
-from .noise import MIN_MAGNITUDE, AttentionOutput, DirectionalNoise, RadialNoise
-from .streaming_radial import radial_forward
+from polarlm.geometry.precision import MIN_MAGNITUDE
+
+from .call import AttentionOutput, RobustCall
+from .noise import NOISE_ROWS
+from .operator import differentiable
+from .streaming import streaming_obstacle
+from .streaming_radial import radial_estimate
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-PARAMETERS = ("mu", "eta_k2", "eta_q2", "sigma02", "m_inf2", "process2", "shape")  # rows of the kernels' table
+# What the operator differentiates, in the order in which its backward pass returns the gradients.
+DIFFERENTIABLE = ("q", "k", "v", "m2", "parameters")
 MAX_SIZE = 128  # largest head (real channels) with block sizes that were checked for spills
 
 # (queries per block, keys per block, warps, stages) by kernel, for heads of up to 64 and 128 channels of 2 and 4 bytes.
@@ -31,19 +37,22 @@ LAUNCH = {
 }
 
 
-def triton_obstacle(q: Tensor, dropout: float, radial_mode: str) -> str | None:
+def triton_obstacle(call: RobustCall) -> str | None:
     """Why the Triton kernels cannot do this call, or None."""
+    if call.return_weights or call.residual_form == "dot":
+        return streaming_obstacle(call)
     if not INSTALLED:
         return "triton is not installed (pip install 'polarlm[kernels]')"
-    if q.device.type != "cuda" and not INTERPRETED:
-        return f"it needs CUDA tensors and these are on {q.device.type} (TRITON_INTERPRET=1 runs it slowly anywhere)"
-    if q.dtype == torch.float64:
+    if call.q.device.type != "cuda" and not INTERPRETED:
+        where = call.q.device.type
+        return f"it needs CUDA tensors and these are on {where} (TRITON_INTERPRET=1 runs it slowly anywhere)"
+    if call.q.dtype == torch.float64:
         return "it does not compute in float64"
-    if q.shape[-1] > MAX_SIZE:
-        return f"it takes heads of up to {MAX_SIZE} real channels and these have {q.shape[-1]}"
-    if dropout > 0:
+    if call.q.shape[-1] > MAX_SIZE:
+        return f"it takes heads of up to {MAX_SIZE} real channels and these have {call.q.shape[-1]}"
+    if call.dropout > 0:
         return "it does not drop weights (dropout > 0)"
-    if radial_mode == "shared":
+    if call.radial_mode == "shared":
         return "it never has the weights of all heads together, as block.radial=shared needs"
     return None
 
@@ -91,12 +100,20 @@ class _Call:
         return -(-length // sizes[block])
 
 
-@torch.library.custom_op("polarlm::triton_forward", mutates_args=())
+def _gradient(
+    gradients: tuple[Tensor, ...], outputs: tuple[Tensor, ...], given: dict[str, Any], wanted: set[str]
+) -> dict[str, Tensor]:
+    (d_out, d_log_evidence), (out, log_evidence) = gradients, outputs
+    found = triton_backward(d_out, d_log_evidence, out, log_evidence, **given, noise_learns="parameters" in wanted)
+    return dict(zip(DIFFERENTIABLE, found))
+
+
+@differentiable("polarlm::triton_forward", _gradient)
 def triton_forward(
     q: Tensor, k: Tensor, v: Tensor, m2: Tensor | None, parameters: Tensor, documents: Tensor | None,
     kernel: str, decay_keys: bool, decay_values: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """v_bar (B,H,T,Dh) and log-evidence (B,H,T); `parameters` (7,H) are PARAMETERS, `m2` (B,S) is m²."""
+    """v_bar (B,H,T,Dh) and log-evidence (B,H,T); `parameters` (7,H) are the NOISE_ROWS, `m2` (B,S) is m²."""
     call = _Call(q, k, v, m2, parameters, documents, kernel, decay_keys, decay_values)
     out, log_evidence = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty_like(call.q2)
     call.launch("forward", out, log_evidence)
@@ -120,7 +137,7 @@ def triton_backward(
     delta = torch.linalg.vecdot(d_out.float(), out.float()) - d_log_evidence  # Σ_j A ∂A − ∂ log-evidence
     upstream = (d_out, log_evidence, delta)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    shares = parameters.new_empty(call.batch, call.heads, call.blocks("query"), len(PARAMETERS))
+    shares = parameters.new_empty(call.batch, call.heads, call.blocks("query"), len(NOISE_ROWS))
     if kernel == "gaussian" and not noise_learns:
         dq.zero_()
     else:
@@ -139,54 +156,22 @@ def _(d_out, d_log_evidence, out, log_evidence, q, k, v, m2, parameters, *_optio
     return tuple(q.new_empty(0) if x is None else torch.empty_like(x, memory_format=contiguous) for x in inputs)
 
 
-def _save(ctx, inputs, output) -> None:
-    tensors, ctx.options = inputs[:6], inputs[6:]
-    ctx.save_for_backward(*output, *tensors)
-
-
-def _differentiate(ctx, d_out: Tensor, d_log_evidence: Tensor):
-    noise_learns = ctx.needs_input_grad[4]
-    found = triton_backward(d_out, d_log_evidence, *ctx.saved_tensors, *ctx.options, noise_learns)
-    inputs = ctx.saved_tensors[2:7]
-    return *(None if x is None else g for x, g in zip(inputs, found)), None, *[None] * len(ctx.options)
-
-
-triton_forward.register_autograd(_differentiate, setup_context=_save)
-
-
-def triton_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    magnitude: Tensor | None,
-    noise: DirectionalNoise,
-    *,
-    kernel: str,
-    decay_keys: bool,
-    decay_values: bool,
-    radial: RadialNoise | None,
-    radial_mode: str,
-    documents: Tensor | None,
-    dropout: float,
-) -> AttentionOutput:
-    """Robust attention by the Triton kernels; arguments as in `robust_attention`, limits in `triton_obstacle`.
+def triton_attention(call: RobustCall) -> AttentionOutput:
+    """Robust attention by the Triton kernels; limits in `triton_obstacle`.
 
     bf16 tensors are multiplied as they are and scored in fp32, anything else is taken as fp32. The radial channel
     `own` needs ⟨v_i, v_j⟩ over all heads at once and runs through the streaming operator.
     """
-    same = torch.bfloat16 if q.dtype == k.dtype == v.dtype == torch.bfloat16 else torch.float32
-    decay_keys = decay_keys and kernel != "gaussian"  # the Gaussian kernel does not look at the residual
-    m = None if magnitude is None else magnitude.float()
-    m2 = None if m is None else m.clamp_min(MIN_MAGNITUDE).square()
-    absent = torch.zeros_like(noise.mu)
-    shape = {"student": noise.nu, "exponential": noise.tau, "gaussian": absent + 1}[kernel]
-    found = {name: getattr(noise, name, None) for name in PARAMETERS[:-1]} | {"shape": shape}
-    parameters = torch.stack([(absent if found[name] is None else found[name]).float() for name in PARAMETERS])
+    qkv = (call.q, call.k, call.v)
+    same = torch.bfloat16 if all(x.dtype == torch.bfloat16 for x in qkv) else torch.float32
+    m2 = None if call.magnitude is None else call.magnitude.float().clamp_min(MIN_MAGNITUDE).square()
     v_bar, log_evidence = triton_forward(
-        *(x.to(same) for x in (q, k, v)), m2, parameters, documents, kernel, decay_keys, decay_values
+        *(x.to(same) for x in qkv),
+        m2,
+        call.noise.rows(call.kernel, torch.float32),
+        call.documents,
+        call.kernel,
+        call.decay_keys and call.kernel != "gaussian",  # the Gaussian kernel does not look at the residual
+        call.decay_values,
     )
-    m_bar = None
-    if radial_mode == "own":
-        value, rows = v.float().transpose(1, 2).flatten(2), radial_tables(radial, k.shape[2], torch.float32)
-        m_bar, _ = radial_forward(value, m, rows, radial.nu.float(), documents, q.shape[2])
-    return AttentionOutput(v_bar.to(v.dtype), log_evidence, m_bar)
+    return AttentionOutput(v_bar.to(call.v.dtype), log_evidence, radial_estimate(call))

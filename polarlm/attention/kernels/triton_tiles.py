@@ -9,9 +9,9 @@ var = η_k²E² + σ0² + σ̃²(1−E²).
 import triton
 import triton.language as tl
 
-from . import noise
+from polarlm.geometry import precision
 
-MAX_QUERY_PRECISION = tl.constexpr(noise.MAX_QUERY_PRECISION)
+MAX_QUERY_PRECISION = tl.constexpr(precision.MAX_QUERY_PRECISION)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # E² stops here, so that num and var keep their ratio where both floors are switched off.

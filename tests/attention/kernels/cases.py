@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from polarlm.attention.kernels import DirectionalNoise, RadialNoise, robust_attention
+from polarlm.attention.kernels import DirectionalNoise, RadialNoise, RobustCall, robust_attention
 
 
 @dataclasses.dataclass
@@ -20,6 +20,9 @@ class Case:
     magnitude: Tensor | None
     noise: DirectionalNoise
     radial: RadialNoise
+
+    def call(self, **options) -> RobustCall:
+        return RobustCall(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | options)
 
     def leaves(self) -> dict[str, Tensor]:
         found = {name: getattr(self, name) for name in ("q", "k", "v", "magnitude")}
@@ -58,9 +61,7 @@ def make_case(
 
 def run(case: Case, backend: str, upstream: dict[str, Tensor] | None = None, **options):
     """Outputs and the gradients of every leaf for a random but fixed upstream gradient."""
-    out = robust_attention(
-        case.q, case.k, case.v, case.magnitude, case.noise, radial=case.radial, backend=backend, **options
-    )
+    out = robust_attention(case.call(**options), backend)
     outputs = {name: getattr(out, name) for name in ("v_bar", "log_evidence", "m_bar")}
     outputs = {name: x for name, x in outputs.items() if x is not None}
     generator = torch.Generator().manual_seed(7)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import assert_same, make_case
+from cases import assert_same, make_case, run
 
 from polarlm.attention import kernels
 from polarlm.errors import UserError
@@ -15,8 +15,7 @@ from polarlm.errors import UserError
 def test_outputs_evidence_and_gradients(monkeypatch, magnitude, queries, keys, residual_form):
     case = make_case(queries=queries, keys=keys, magnitude=magnitude)
     case = _without_decay(case)
-    called = []
-    monkeypatch.setattr(kernels, "reduced_attention", _watched(kernels.reduced_attention, called))
+    called = _watched(monkeypatch)
     radial_mode = "own" if magnitude else "off"
     assert_same(case, "auto", 1e-9, kernel="exponential", radial_mode=radial_mode, residual_form=residual_form)
     assert called
@@ -31,18 +30,17 @@ def test_dot_form_of_raw_queries_and_keys_is_ordinary_attention(backend, groups)
     share = torch.full((4,), 1 / (3 * precision), dtype=torch.float64)
     noise = kernels.DirectionalNoise(0 * share, share, share, share, 0 * share, tau=torch.full_like(share, tau))
 
-    def run(form):
-        return kernels.robust_attention(
-            q, k, v, None, noise, kernel="exponential", backend=backend, residual_form=form
-        ).v_bar
+    def attend(form):
+        call = kernels.RobustCall(q, k, v, noise, "exponential", residual_form=form)
+        return kernels.robust_attention(call, backend).v_bar
 
     def gradients(out):
         return torch.autograd.grad((out * torch.cos(torch.arange(out.numel())).view_as(out)).sum(), (q, k, v))
 
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    torch.testing.assert_close(run("dot"), expected, atol=1e-12, rtol=1e-10)
-    torch.testing.assert_close(gradients(run("dot")), gradients(expected), atol=1e-12, rtol=1e-10)
-    assert (run("full") - expected).abs().max() > 0.1  # the norms matter when they differ
+    torch.testing.assert_close(attend("dot"), expected, atol=1e-12, rtol=1e-10)
+    torch.testing.assert_close(gradients(attend("dot")), gradients(expected), atol=1e-12, rtol=1e-10)
+    assert (attend("full") - expected).abs().max() > 0.1  # the norms matter when they differ
 
 
 @pytest.mark.parametrize("change", ["documents", "decay", "continuation"])
@@ -54,26 +52,29 @@ def test_dot_form_where_it_cannot_be_reduced_follows_the_reference(change):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("backend", "options", "words"),
     [
-        ({"kernel": "student", "residual_form": "dot"}, ["block.residual_form=dot", "block.kernel=student"]),
-        ({"kernel": "exponential", "residual_form": "angular"}, ["block.residual_form", "angular", "full, dot"]),
-        ({"backend": "streaming", "residual_form": "dot"}, ["block.backend=streaming", "block.residual_form=full"]),
-        ({"backend": "triton", "residual_form": "dot"}, ["block.backend=triton", "block.residual_form=full"]),
+        ("auto", {"kernel": "student", "residual_form": "dot"}, ["block.residual_form=dot", "block.kernel=student"]),
+        (
+            "auto",
+            {"kernel": "exponential", "residual_form": "angular"},
+            ["block.residual_form", "angular", "full, dot"],
+        ),
+        ("streaming", {"residual_form": "dot"}, ["block.backend=streaming", "block.residual_form=full"]),
+        ("triton", {"residual_form": "dot"}, ["block.backend=triton", "block.residual_form=full"]),
     ],
 )
-def test_dot_form_says_what_it_cannot_do(options, words):
+def test_dot_form_says_what_it_cannot_do(backend, options, words):
     case = make_case()
     with pytest.raises(UserError) as error:
-        kernels.robust_attention(case.q, case.k, case.v, None, case.noise, **{"kernel": "exponential"} | options)
+        run(case, backend, **{"kernel": "exponential"} | options)
     assert all(word in str(error.value) for word in words)
 
 
 @pytest.mark.parametrize("change", ["decay", "kernel", "documents"])
 def test_it_stays_away_where_the_logits_are_no_dot_product(monkeypatch, change):
     case = make_case()
-    called = []
-    monkeypatch.setattr(kernels, "reduced_attention", _watched(kernels.reduced_attention, called))
+    called = _watched(monkeypatch)
     if change != "decay":
         case = _without_decay(case)
     documents = torch.zeros(2, 13, dtype=torch.long) if change == "documents" else None
@@ -88,9 +89,13 @@ def _without_decay(case):
     return case
 
 
-def _watched(function, calls):
-    def call(*args):
-        calls.append(1)
-        return function(*args)
+def _watched(monkeypatch) -> list:
+    """A list that grows with every call of the reduction."""
+    calls, backend = [], kernels.BACKENDS["reduction"]
 
-    return call
+    def run(call):
+        calls.append(call)
+        return backend.run(call)
+
+    monkeypatch.setitem(kernels.BACKENDS, "reduction", backend._replace(run=run))
+    return calls

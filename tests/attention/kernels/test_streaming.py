@@ -1,10 +1,12 @@
 """Streaming attention equals the reference in every output and gradient, whatever the shape and the switches."""
 
+import dataclasses
+
 import pytest
 import torch
 from cases import assert_same, make_case, run
 
-from polarlm.attention.kernels import KERNELS, chunks, fusion, robust_attention
+from polarlm.attention.kernels import KERNELS, RobustCall, chunks, fusion, robust_attention
 from polarlm.errors import UserError
 
 
@@ -79,15 +81,15 @@ def test_extreme_nu_stays_exact_in_fp32(nu):
     with torch.no_grad():
         case.noise.nu.fill_(nu)
     single, _ = run(case, "streaming", kernel="student")
-    exact = robust_attention(
-        *(x.double() for x in (case.q, case.k, case.v, case.magnitude)), _double(case.noise), kernel="student"
-    )
+    exact = robust_attention(_double(case.call(kernel="student")))
     assert (single["v_bar"] - exact.v_bar).abs().max() < 1e-4
     assert (single["log_evidence"] - exact.log_evidence).abs().max() < 1e-3 * exact.log_evidence.abs().max()
 
 
-def _double(noise):
-    return type(noise)(**{name: None if x is None else x.double() for name, x in vars(noise).items()})
+def _double(x):
+    if dataclasses.is_dataclass(x):
+        return type(x)(**{name: _double(value) for name, value in vars(x).items()})
+    return x.double() if isinstance(x, torch.Tensor) else x
 
 
 def test_long_lags_and_switched_off_floors_stay_finite():
@@ -153,16 +155,7 @@ def _no_compiler(*_):
 def test_an_explicit_backend_that_cannot_do_the_job_says_why():
     case = make_case()
     with pytest.raises(UserError, match="never holds the weights"):
-        robust_attention(
-            case.q,
-            case.k,
-            case.v,
-            case.magnitude,
-            case.noise,
-            kernel="student",
-            backend="streaming",
-            return_weights=True,
-        )
+        robust_attention(case.call(kernel="student", return_weights=True), "streaming")
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -194,7 +187,7 @@ def test_an_outer_compile_sees_one_operator_and_no_graph_break():
     case = make_case(queries=33, dtype=torch.float32)
 
     def loss(q, k, v, m):
-        out = robust_attention(q, k, v, m, case.noise, kernel="student", radial=case.radial, radial_mode="own")
+        out = robust_attention(RobustCall(q, k, v, case.noise, "student", m, radial=case.radial, radial_mode="own"))
         return out.v_bar.square().sum() + out.log_evidence.sum() + out.m_bar.sum()
 
     inputs = (case.q, case.k, case.v, case.magnitude)

@@ -8,6 +8,7 @@ import torch
 from cases import assert_same, make_case, run
 
 from polarlm.attention.kernels import robust_attention, triton_backend
+from polarlm.attention.kernels.noise import NOISE_ROWS
 from polarlm.errors import UserError
 
 SMALL = dict(batch=1, heads=2, groups=1, dtype=torch.float32)
@@ -104,7 +105,7 @@ def test_frozen_noise_changes_no_other_gradient():
     for parameter in vars(case.noise).values():
         if parameter is not None:
             parameter.requires_grad_(False)
-    out = robust_attention(case.q, case.k, case.v, case.magnitude, case.noise, kernel="student", backend="triton")
+    out = robust_attention(case.call(kernel="student"), "triton")
     generator = torch.Generator().manual_seed(7)
     total = sum(
         (x.double() * torch.randn(x.shape, generator=generator, dtype=torch.float64)).sum()
@@ -117,7 +118,7 @@ def test_frozen_noise_changes_no_other_gradient():
 
 def test_the_operator_is_one_that_torch_compile_can_trace():
     case = make_case(queries=5, **SMALL)
-    parameters = torch.rand(len(triton_backend.PARAMETERS), 2) + 0.1
+    parameters = torch.rand(len(NOISE_ROWS), 2) + 0.1
     arguments = (case.q, case.k, case.v, case.magnitude, parameters, None, "student", False, False)
     torch.library.opcheck(triton_backend.triton_forward, arguments, test_utils=("test_schema", "test_faketensor"))
 

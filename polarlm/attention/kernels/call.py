@@ -1,0 +1,107 @@
+"""What every backend of robust attention takes and returns: one description of a call, and the estimate.
+
+Shapes: B batch, H query heads, G key/value heads (G divides H), T queries, S keys (the queries are the last T of the
+S positions), Dh real head size, d_h = Dh/2 complex modes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polarlm.errors import UserError
+
+from .noise import DirectionalNoise, RadialNoise
+
+KERNELS = ("student", "exponential", "gaussian")
+RADIAL_MODES = ("off", "own", "shared")
+RESIDUAL_FORMS = ("full", "dot")
+
+
+@dataclass(frozen=True)
+class RobustCall:
+    """Causal robust attention of q over k and v, with all it depends on.
+
+    Scores are formed in fp32 (fp64 for fp64 inputs) also under autocast. `documents` holds ids that attention must not
+    cross. `dropout` acts on the weights and leaves the log-evidence alone.
+    """
+
+    q: Tensor  # (B,H,T,Dh), in the rotated frame like k and v
+    k: Tensor  # (B,G,S,Dh)
+    v: Tensor  # (B,G,S,Dh)
+    noise: DirectionalNoise
+    kernel: str
+    magnitude: Tensor | None = None  # (B,S); None makes the numerator of κ one (RFA)
+    residual_form: str = "full"  # full is ‖q−k‖², dot its cross term −2 q·k alone, as in ordinary attention
+    decay_keys: bool = False  # ‖q−Ek‖² instead of ‖q−k‖²
+    decay_values: bool = False  # Σ A E v instead of Σ A v
+    radial_mode: str = "off"  # own: weights of the radial likelihood; shared: the directional ones, averaged over heads
+    radial: RadialNoise | None = None
+    documents: Tensor | None = None  # (B,S)
+    dropout: float = 0.0
+    return_weights: bool = False
+
+    @property
+    def score_dtype(self) -> torch.dtype:
+        """Precision of scores, weights and evidence: fp32 or better."""
+        return torch.promote_types(self.q.dtype, torch.float32)
+
+    @property
+    def half(self) -> float:
+        """d_h, the complex modes of a head: the scale of the residual."""
+        return self.q.shape[3] / 2
+
+    def check(self) -> None:
+        """Refuse what no backend can compute."""
+        for key, value, allowed in (("kernel", self.kernel, KERNELS), ("radial", self.radial_mode, RADIAL_MODES)):
+            if value not in allowed:
+                raise UserError(f"block.{key} is {value!r}; it must be one of {', '.join(allowed)}.")
+        check_residual_form(self.residual_form, self.kernel)
+        if self.kernel == "student" and self.noise.nu is None:
+            raise UserError("block.kernel=student needs nu_t; set block.nu_t or choose another kernel.")
+        if self.kernel == "exponential" and self.noise.tau is None:
+            raise UserError("block.kernel=exponential needs tau; set block.tau or choose another kernel.")
+        if self.radial_mode != "off" and (self.radial is None or self.magnitude is None):
+            raise ValueError(f"radial_mode={self.radial_mode!r} needs both the radial noise and the magnitude.")
+        q, k, v = self.q, self.k, self.v
+        if q.shape[1] % k.shape[1] or k.shape != v.shape or q.shape[2] > k.shape[2] or q.shape[3] != k.shape[3]:
+            raise ValueError(
+                f"q {tuple(q.shape)} must be (B,H,T,Dh), k {tuple(k.shape)} and v {tuple(v.shape)} both (B,G,S,Dh) "
+                "with G dividing H and T ≤ S."
+            )
+        if self.documents is not None and self.documents.shape != (k.shape[0], k.shape[2]):
+            raise ValueError(f"documents {tuple(self.documents.shape)} must be (B,S) = {(k.shape[0], k.shape[2])}.")
+
+
+def check_residual_form(form: str, kernel: str) -> str:
+    """The residual's form, checked against the kernel that has to digest it."""
+    if form not in RESIDUAL_FORMS:
+        raise UserError(f"block.residual_form is {form!r}; allowed: {', '.join(RESIDUAL_FORMS)}.")
+    if form == "dot" and kernel != "exponential":
+        raise UserError(
+            f"block.residual_form=dot is no distance, and block.kernel={kernel} needs one. "
+            "Set block.kernel=exponential, or block.residual_form=full."
+        )
+    return form
+
+
+@dataclass(frozen=True)
+class AttentionOutput:
+    """The directional estimate, its evidence, and the radial estimate where one was asked for."""
+
+    v_bar: Tensor  # (B,H,T,Dh) Σ_j A_ij ṽ_j, still in the rotated frame
+    log_evidence: Tensor  # (B,H,T) log P_attn = logsumexp_j L_ij, at least fp32
+    m_bar: Tensor | None = None  # (B,T) radial estimate
+    weights: Weights | None = None  # with return_weights
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What the estimate is made of; entries of pairs that may not see each other carry no meaning but in A = 0."""
+
+    directional: Tensor  # (B,H,T,S) A, before dropout and value decay
+    log_kappa: Tensor  # (B or 1,H,T,S)
+    log_kappa_tilde: Tensor  # (B or 1,H,T,S), capped as the logits use it
+    radial: Tensor | None = None  # (B,T,S)

@@ -1,0 +1,45 @@
+"""Differentiable operators with arguments known by name: one node for torch.compile, and nobody counts positions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import CustomOpDef
+
+# (gradients of the outputs, outputs, arguments by name, which of them want a gradient) -> gradients by name
+Gradient = Callable[[tuple[Tensor, ...], tuple[Tensor, ...], dict[str, Any], set[str]], dict[str, Tensor]]
+
+
+def differentiable(name: str, gradient: Gradient) -> Callable[[Callable[..., tuple[Tensor, ...]]], CustomOpDef]:
+    """Register a function of tensors and plain values as the operator `name` with that gradient.
+
+    The gradient of an argument that is None is dropped, so `gradient` may return one for every tensor it knows.
+    """
+
+    def register(function: Callable[..., tuple[Tensor, ...]]) -> CustomOpDef:
+        names = tuple(inspect.signature(function).parameters)
+
+        def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+            given = dict(zip(names, inputs, strict=True))
+            ctx.tensors = [key for key, value in given.items() if isinstance(value, Tensor)]
+            ctx.plain = {key: value for key, value in given.items() if not isinstance(value, Tensor)}
+            ctx.outputs = len(output)
+            ctx.save_for_backward(*output, *(given[key] for key in ctx.tensors))
+
+        def differentiate(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+            saved = ctx.saved_tensors
+            tensors = dict(zip(ctx.tensors, saved[ctx.outputs :], strict=True))
+            given = {key: tensors.get(key, ctx.plain.get(key)) for key in names}
+            wanted = {key for key, needed in zip(names, ctx.needs_input_grad, strict=True) if needed}
+            found = gradient(gradients, saved[: ctx.outputs], given, wanted)
+            return tuple(found.get(key) if key in tensors else None for key in names)
+
+        operator = torch.library.custom_op(name, function, mutates_args=())
+        operator.register_autograd(differentiate, setup_context=save)
+        return operator
+
+    return register
