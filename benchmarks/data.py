@@ -28,7 +28,8 @@ import numpy as np
 import torch
 
 from polarlm.data import build_corpus
-from polarlm.data.order.batches import WindowSequences, train_batches
+from polarlm.data.order.batches import train_batches
+from polarlm.data.order.windows import WindowSequences
 from polarlm.data.read.documents import pieces_of
 from polarlm.data.store.tokens import TokenStore
 from polarlm.data.tokenizers.bpe import SubwordTokenizer

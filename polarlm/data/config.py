@@ -1,26 +1,28 @@
-"""What a corpus yaml may say, checked once, with the nearest valid name for a mistyped one."""
+"""What a corpus yaml may say: names, types, ranges and defaults of every key below `data.`, checked once."""
 
 from __future__ import annotations
 
-import difflib
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from polarlm.errors import UserError
+from polarlm.settings import read_settings, setting
 
 SPLITS = ("train", "val", "test")
-RULES = ("auto", "own", "hash", "position")
 PACKINGS = ("stream", "aligned", "best_fit")
+# Part of file names in the cache: a name must not lead out of it.
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
 @dataclass(frozen=True)
 class SplitConfig:
     """How documents are divided: the corpus's own files, a hash of each document, or the position in the text."""
 
-    rule: str = "auto"
-    val: float = 0.05
-    test: float = 0.0
+    rule: str = setting("auto", choices=("auto", "own", "hash", "position"))
+    val: float = setting(0.05, at_least=0, below=1)
+    test: float = setting(0.0, at_least=0, below=1)
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,8 @@ class HubConfig:
     name: str = ""
     config: str | None = None
     revision: str | None = None
-    splits: Mapping[str, str] = field(default_factory=lambda: {"train": "train"})
-    fetch: str = "download"
+    splits: Mapping[str, str] = setting(lambda: {"train": "train"})
+    fetch: str = setting("download", choices=("download", "stream"))
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class DataConfig:
     """One corpus: where its text is, what a document is, how it is split and stored."""
 
     name: str = "text"
-    source: str = "files"
+    source: str = setting("files", choices=("pydocs", "files", "hub", "mixture"))
     path: str | None = None
     local: str | None = None
     url: str | None = None
@@ -50,51 +52,41 @@ class DataConfig:
     document_start: str | None = None
     split: SplitConfig = field(default_factory=SplitConfig)
     append_eos: bool = True
-    newlines: str = "lf"
-    errors: str = "strict"
-    max_bytes: int | None = None
+    newlines: str = setting("lf", choices=("lf", "keep"))
+    errors: str = setting("strict", choices=("strict", "replace", "ignore"))
+    max_bytes: int | None = setting(None, at_least=1)
     streaming: bool = False
-    stream_head_bytes: int = 64_000_000
+    stream_head_bytes: int = setting(64_000_000, at_least=1)
     parts: Mapping[str, Any] | None = None
-    weights: Mapping[str, float] | None = None
+    weights: Mapping[str, float] | None = setting(None, above=0)
     mask_documents: bool = False
-    packing: str = "stream"
-    eval_tokens: int | None = None
-    workers: int | None = None
-    note: str | None = None
-
-
-def _read(cls: type, given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    known = [f.name for f in fields(cls)]
-    for key in given:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=3, cutoff=0.4) or known
-            raise UserError(f"{prefix}.{key} is not an option. Did you mean {', '.join(near)}?")
-    return dict(given)
+    packing: str = setting("stream", choices=PACKINGS)
+    eval_tokens: int | None = setting(None, at_least=2)
+    workers: int | None = setting(None, at_least=1, at_most=1024)
 
 
 def read_config(given: Mapping[str, Any]) -> DataConfig:
     """Check the plain mapping of a data yaml and turn it into a DataConfig."""
-    values = _read(DataConfig, given, "data")
-    if values.get("hub") is not None:
-        values["hub"] = HubConfig(**_read(HubConfig, values["hub"], "data.hub"))
-        _one_of("data.hub.fetch", values["hub"].fetch, ("download", "stream"))
-    if values.get("split") is not None:
-        values["split"] = SplitConfig(**_read(SplitConfig, values["split"], "data.split"))
-    config = DataConfig(**{key: value for key, value in values.items() if value is not None})
-    _one_of("data.source", config.source, ("pydocs", "files", "hub", "mixture"))
-    _one_of("data.split.rule", config.split.rule, RULES)
-    _one_of("data.newlines", config.newlines, ("lf", "keep"))
-    _one_of("data.errors", config.errors, ("strict", "replace", "ignore"))
-    _one_of("data.packing", config.packing, PACKINGS)
-    if not (config.split.val >= 0 and config.split.test >= 0 and config.split.val + config.split.test < 1):
+    config = read_settings(DataConfig, given, "data")
+    if not _NAME.fullmatch(config.name):
         raise UserError(
-            f"data.split.val={config.split.val} and data.split.test={config.split.test} must be fractions ≥ 0 "
-            "whose sum is below 1, for example 0.05 and 0.05."
+            f"data.name={config.name!r} must be a plain name of letters, digits, _, - and . (it becomes part of file "
+            "names in the cache)."
         )
+    if config.url is not None and not config.url.startswith(("https://", "http://")):
+        raise UserError(f"data.url={config.url!r} must begin with https:// or http://; give a local file as data.path.")
+    if config.split.val + config.split.test >= 1:
+        raise UserError(
+            f"data.split.val={config.split.val} and data.split.test={config.split.test} leave nothing to train on: "
+            "their sum must be below 1, for example 0.05 and 0.05."
+        )
+    if config.document_start is not None:
+        try:
+            re.compile(config.document_start)
+        except re.error as error:
+            raise UserError(
+                f"data.document_start={config.document_start!r} is not a regular expression: {error}."
+            ) from None
+    if config.document_separator == "":
+        raise UserError("data.document_separator is empty; give the text between documents, or null for none.")
     return config
-
-
-def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise UserError(f"{key}={value!r} is not allowed; choose one of {', '.join(allowed)}.")

@@ -11,7 +11,9 @@ import torch
 
 from polarlm.data.config import PACKINGS
 from polarlm.data.corpus import Corpus
-from polarlm.data.order.batches import Batch, EvalBatches, Sequences, WindowSequences, train_batches
+from polarlm.data.order.batches import Batch, EvalBatches, train_batches
+from polarlm.data.order.sequences import Sequences
+from polarlm.data.order.windows import WindowSequences
 from polarlm.errors import UserError
 
 _ENDLESS = 10**9  # Lightning pre-fetches from loaders without a length and then loses a batch on resume
@@ -106,11 +108,12 @@ class LMDataModule(pl.LightningDataModule):
         return PackedSequences(store, self.context, self.seed, self.packing, self.mask_documents, padding)
 
     def train_dataloader(self) -> Prefetched:
-        rank, world, start = 0, 1, 0
+        rank, world, accumulate, step = 0, 1, 1, 0
         if self.trainer is not None:
             rank, world = self.trainer.global_rank, self.trainer.world_size
-            start = self.trainer.global_step * self.trainer.accumulate_grad_batches
-        return Prefetched(lambda: train_batches(self.sequences(), self.micro_batch, rank, world, start))
+            accumulate, step = self.trainer.accumulate_grad_batches, self.trainer.global_step
+        cut = (self.micro_batch, rank, world, step * accumulate, accumulate)
+        return Prefetched(lambda: train_batches(self.sequences(), *cut))
 
     def eval_dataloader(self, split: str, *, whole: bool = False) -> Prefetched:
         """Every token of a split once (see EvalBatches), this rank's share; without `whole`, the first eval_tokens."""
@@ -120,6 +123,12 @@ class LMDataModule(pl.LightningDataModule):
             self.corpus.store(split), self.context, self.micro_batch, rank, world, tokens, self.mask_documents
         )
         return Prefetched(lambda: batches, len(batches))
+
+    def eval_bytes_per_token(self, split: str, *, whole: bool = False) -> float:
+        """UTF-8 bytes per token of exactly the tokens that `eval_dataloader` reads, for bits per byte."""
+        store = self.corpus.store(split)
+        length = len(store) if whole else min(len(store), self.eval_tokens or len(store))
+        return store.bytes_between(0, length) / length
 
     def val_dataloader(self) -> Prefetched:
         return self.eval_dataloader("val")

@@ -14,8 +14,8 @@ import numpy as np
 
 from polarlm.data.config import SPLITS, DataConfig
 from polarlm.data.corpus import Corpus, build_corpus
-from polarlm.data.order.batches import Sequences
 from polarlm.data.order.permutation import Permutation, key
+from polarlm.data.order.sequences import Sequences
 from polarlm.data.store.build import corpus_texts, trained_tokenizer
 from polarlm.data.tokenizers.config import TokenizerConfig
 from polarlm.errors import UserError
@@ -48,6 +48,14 @@ class MixtureSequences:
             slots[inside] = self._period[1][places[inside]]
         owners = self._owner[slots]
         return owners, periods * self.quotas[owners] + slots - self._first[owners]
+
+    def counted(self, numbers: np.ndarray) -> np.ndarray:
+        """Targets that count in each sequence."""
+        owners, within = self.where(numbers)
+        counts = np.zeros(len(numbers), np.int64)
+        for part in dict.fromkeys(owners.tolist()):
+            counts[owners == part] = self.parts[part].counted(within[owners == part])
+        return counts
 
     def rows(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """(tokens, targets, documents or None) of the given sequence numbers."""

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from filelock import FileLock
 
-from polarlm.data.order.batches import IGNORED, EpochOrder, require_length
+from polarlm.data.order.sequences import IGNORED, EpochOrder, require_length
 from polarlm.data.store.tokens import TokenStore
 
 _CHUNKS_AT_ONCE = 1 << 16  # packed together; bounds memory and time whatever the size of the corpus
-_ARRAYS = ("begins", "lengths", "sequences")
+# Of every chunk its first token, its tokens, and how many of them have a target; of every sequence its first chunk.
+_ARRAYS = ("begins", "lengths", "targets", "sequences")
 
 
 class PackedSequences:
@@ -30,14 +30,14 @@ class PackedSequences:
     ):
         require_length(store, context)
         self.store, self.context, self.mask, self.padding = store, context, mask_documents, padding
-        folder = packing_plan(store, context, packing)
-        self._begins, self._lengths, self._sequences = (np.load(folder / f"{a}.npy", mmap_mode="r") for a in _ARRAYS)
+        self._begins, self._lengths, self._targets, self._sequences = packing_plan(store, context, packing)
         self.order = EpochOrder(len(self._sequences) - 1, seed)
 
-    @property
-    def filled(self) -> float:
-        """Fraction of positions that hold a token."""
-        return float(self._lengths.sum(dtype=np.int64)) / ((len(self._sequences) - 1) * self.context)
+    def counted(self, numbers: np.ndarray) -> np.ndarray:
+        """Targets that count in each sequence."""
+        _, places = self.order(numbers)
+        spans = ((int(self._sequences[place]), int(self._sequences[place + 1])) for place in places.tolist())
+        return np.array([self._targets[first:last].sum(dtype=np.int64) for first, last in spans], np.int64)
 
     def rows(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """(tokens, targets, documents or None) of the given sequence numbers."""
@@ -49,48 +49,59 @@ class PackedSequences:
             at = 0
             chunks = range(int(self._sequences[place]), int(self._sequences[place + 1]))
             for number, chunk in enumerate(chunks):
-                begin, length = int(self._begins[chunk]), int(self._lengths[chunk])
-                text = self.store[begin : begin + length + 1].astype(np.int64)
+                begin, length, known = (int(a[chunk]) for a in (self._begins, self._lengths, self._targets))
+                text = self.store[begin : begin + known + 1].astype(np.int64)
                 tokens[row, at : at + length] = text[:length]
-                known = len(text) - 1 if self._continues(begin + length) else length - 1
-                targets[row, at : at + known] = text[1 : known + 1]
+                targets[row, at : at + known] = text[1:]
                 documents[row, at : at + length] = number
                 at += length
             documents[row, at:] = len(chunks)
         return tokens, targets, documents if self.mask else None
 
-    def _continues(self, position: int) -> bool:
-        return position < len(self.store) and len(self.store.document_starts(position, position + 1)) == 0
+
+def packing_plan(store: TokenStore, context: int, packing: str) -> list[np.ndarray]:
+    """The arrays of _ARRAYS, memory-mapped from beside the store; made if missing, and kept if that can be written."""
+    folder = Path(store.folder) / "packed" / f"{store.split}-{packing}-{context}-{store.fingerprint[:12]}"
+    if not folder.exists():
+        arrays = _plan(store, context, packing)
+        try:
+            _keep(folder, arrays)
+        except OSError:  # a read-only or full cache: the plan is then made anew by every run
+            return arrays
+    return [np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS]
 
 
-def packing_plan(store: TokenStore, context: int, packing: str) -> Path:
-    """The folder of the plan: chunks (begins, lengths) and where each sequence's chunks begin; made if missing."""
-    folder = Path(store.folder) / "packing" / f"{store.split}-{packing}-{context}-{store.fingerprint[:12]}"
-    folder.parent.mkdir(exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            beside = folder.with_name(folder.name + ".tmp")
-            shutil.rmtree(beside, ignore_errors=True)
-            beside.mkdir()
-            parts: list[list[np.ndarray]] = [[], [], []]
-            offset = 0
-            for begins, lengths in _chunks(store, context):
-                bins = _in_order(lengths, context) if packing == "aligned" else _best_fit(lengths, context)
-                order = np.concatenate([np.array(b, np.int64) for b in bins])
-                counts = np.array([len(b) for b in bins])
-                parts[0].append(begins[order])
-                parts[1].append(lengths[order].astype(np.int32))
-                parts[2].append(offset + np.concatenate([[0], np.cumsum(counts)[:-1]]))
-                offset += len(order)
-            parts[2].append(np.array([offset]))
-            for name, arrays in zip(_ARRAYS, parts):
-                np.save(beside / f"{name}.npy", np.concatenate(arrays))
-            os.rename(beside, folder)
-    return folder
+def _keep(folder: Path, arrays: list[np.ndarray]) -> None:
+    beside = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    try:
+        beside.mkdir(parents=True)
+        for name, array in zip(_ARRAYS, arrays):
+            np.save(beside / f"{name}.npy", array)
+        os.rename(beside, folder)
+    except OSError:
+        shutil.rmtree(beside, ignore_errors=True)
+        if not folder.exists():  # otherwise somebody else was faster with the same plan
+            raise
 
 
-def _chunks(store: TokenStore, context: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(begins, lengths) of documents cut into pieces of at most `context` tokens, some ten thousand at a time."""
+def _plan(store: TokenStore, context: int, packing: str) -> list[np.ndarray]:
+    parts: list[list[np.ndarray]] = [[], [], [], []]
+    offset = 0
+    for begins, lengths, targets in _chunks(store, context):
+        bins = _in_order(lengths, context) if packing == "aligned" else _best_fit(lengths, context)
+        order = np.concatenate([np.array(b, np.int64) for b in bins])
+        counts = np.array([len(b) for b in bins])
+        parts[0].append(begins[order])
+        parts[1].append(lengths[order].astype(np.int32))
+        parts[2].append(targets[order].astype(np.int32))
+        parts[3].append(offset + np.concatenate([[0], np.cumsum(counts)[:-1]]))
+        offset += len(order)
+    parts[3].append(np.array([offset]))
+    return [np.concatenate(arrays) for arrays in parts]
+
+
+def _chunks(store: TokenStore, context: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """(begins, lengths, targets) of documents cut into at most `context` tokens, some ten thousand at once."""
     starts = store.document_starts(0, len(store))
     if len(starts) == 0 or starts[0] != 0:
         starts = np.concatenate([[0], starts])
@@ -104,8 +115,10 @@ def _chunks(store: TokenStore, context: int) -> Iterator[tuple[np.ndarray, np.nd
         number = counts[first:last]
         within = np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number)
         begins = np.repeat(starts[first:last], number) + within * context
-        lengths = np.minimum(np.repeat(ends[first:last], number) - begins, context)
-        yield begins[lengths > 0], lengths[lengths > 0]
+        left = np.repeat(ends[first:last], number) - begins
+        lengths = np.minimum(left, context)
+        targets = np.minimum(left - 1, context)  # nothing follows the last token of a document
+        yield begins[left > 0], lengths[left > 0], targets[left > 0]
         first = last
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.data.order.batches import mask_borders
+from polarlm.data.order.sequences import mask_borders
 from polarlm.data.read.source import Source
 from polarlm.data.read.splits import SplitPlan, SplitReader
 from polarlm.data.store.sections import encode_chunk
@@ -44,21 +44,27 @@ class StreamingSequences:
         self.context, self.index, self.mask = context, index, mask_documents
         self._go_to(0)
 
+    def counted(self, numbers: np.ndarray) -> np.ndarray:
+        """Targets that count in each sequence; reads ahead and keeps what it has read for `rows`."""
+        if not self.mask:
+            return np.full(len(numbers), self.context)
+        if len(numbers):
+            self._read_until(int(numbers.min()) * self.context, int(numbers.max() + 1) * self.context + 1)
+        starts = np.concatenate([at + starts for at, _, starts in self._blocks])
+        first = np.searchsorted(starts, numbers * self.context, "right")
+        return self.context - (np.searchsorted(starts, (numbers + 1) * self.context, "right") - first)
+
     def rows(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """(tokens, targets, documents or None) of the given sequence numbers."""
         rows, ids = [], []
         for number in numbers.tolist():
             begin = number * self.context
-            if begin < self._begin or begin > self._end + 4 * _REMEMBER_EVERY:
-                self._go_to(begin)
-            while self._end < begin + self.context + 1:
-                self._read_more()
-                self._drop_before(begin)
-            self._drop_before(begin)
-            tokens = np.concatenate([block for _, block, _ in self._blocks])
-            starts = np.concatenate([at + starts for at, _, starts in self._blocks])
+            self._read_until(begin, begin + self.context + 1)
+            blocks = [block for block in self._blocks if block[0] <= begin + self.context]
+            tokens = np.concatenate([block for _, block, _ in blocks])
             offset = begin - self._begin
             rows.append(tokens[offset : offset + self.context + 1].astype(np.int64))
+            starts = np.concatenate([at + starts for at, _, starts in blocks])
             borders = starts[(starts > begin) & (starts <= begin + self.context)] - begin
             marks = np.zeros(self.context + 1, np.int64)
             marks[borders] = 1
@@ -67,6 +73,15 @@ class StreamingSequences:
         if not self.mask:
             return window[:, :-1], window[:, 1:], None
         return window[:, :-1], mask_borders(window[:, 1:], documents), documents[:, :-1]
+
+    def _read_until(self, begin: int, end: int) -> None:
+        """Hold the tokens [begin, end); what lies before them is forgotten."""
+        if begin < self._begin or begin > self._end + 4 * _REMEMBER_EVERY:
+            self._go_to(begin)
+        while self._end < end:
+            self._read_more()
+            self._drop_before(begin)
+        self._drop_before(begin)
 
     def _go_to(self, position: int) -> None:
         place: dict[str, Any] = {"tokens": 0, "state": None}

@@ -36,7 +36,15 @@ class SubwordTokenizer(Tokenizer):
         self._library.encode_special_tokens = True  # "<|endoftext|>" inside a document is text, not a border
         self._library.no_truncation()
         self._library.no_padding()
-        self.vocab_size = max(self._library.get_vocab(with_added_tokens=True).values()) + 1
+        vocabulary = self._library.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise UserError("this tokenizer has no tokens; use another tokenizer.json or tokenizer=bpe.")
+        self.vocab_size = max(vocabulary.values()) + 1
+        if self.vocab_size > 2 * len(vocabulary) + 1024:  # a model has one embedding per id, used or not
+            raise UserError(
+                f"this tokenizer has {len(vocabulary):,} tokens with ids up to {self.vocab_size - 1:,}; ids must be "
+                "numbered without large gaps. Use another tokenizer.json or tokenizer=bpe."
+            )
         self.eos = eos or next((t for t in _ENDS if self._library.token_to_id(t) is not None), None)
         self.eos_id = self._library.token_to_id(self.eos) if self.eos else None
         if eos and self.eos_id is None:
@@ -81,8 +89,8 @@ class SubwordTokenizer(Tokenizer):
             )
         try:
             return cls(file.read_text(encoding="utf-8"), eos)
-        except UserError:
-            raise
+        except UserError as error:
+            raise UserError(f"{file}: {error}") from None
         except Exception as error:  # the library raises bare Exception for anything it cannot parse
             raise UserError(f"{file} is not a readable tokenizer.json: {error}") from None
 
@@ -103,6 +111,15 @@ class SubwordTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._library.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def byte_lengths(self) -> tuple[np.ndarray, bool]:
+        lengths = np.zeros(self.vocab_size, np.int64)
+        special = {token["content"] for token in json.loads(self._serialised)["added_tokens"] if token["special"]}
+        for token, number in self._library.get_vocab(with_added_tokens=True).items():
+            # A byte-level token is written with one character per byte; special tokens never stand for text.
+            written = len(token) if self._fast is not None else len(token.encode())
+            lengths[number] = 0 if token in special else written
+        return lengths, self._fast is not None
 
     def description(self) -> dict[str, Any]:
         return {"kind": "bpe", "eos": self.eos, "model": json.loads(self._serialised)}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,18 @@ from polarlm.data.tokenizers.tokenizer import (
     load_tokenizer,
 )
 from polarlm.errors import UserError
+from polarlm.settings import read_settings, setting
 
 
 @dataclass(frozen=True)
 class TokenizerConfig:
     """One tokenizer: bytes, characters, words, a BPE trained here, or an existing one from a file or the hub."""
 
-    kind: str = "bpe"
-    vocab_size: int | None = None
-    min_frequency: int = 2
+    kind: str = setting("bpe", choices=KINDS)
+    vocab_size: int | None = setting(None, at_least=3, at_most=10_000_000)
+    min_frequency: int = setting(2, at_least=1)
     special_tokens: tuple[str, ...] = (EOS,)
-    train_bytes: int = 200_000_000
+    train_bytes: int = setting(200_000_000, at_least=1)
     path: str | None = None
     local: str | None = None
     hub: str | None = None
@@ -53,16 +53,7 @@ class TokenizerConfig:
 
 def read_tokenizer_config(given: Mapping[str, Any]) -> TokenizerConfig:
     """Check the plain mapping of a tokenizer yaml."""
-    known = [f.name for f in fields(TokenizerConfig)]
-    for key in given:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=3, cutoff=0.4) or known
-            raise UserError(f"tokenizer.{key} is not an option. Did you mean {', '.join(near)}?")
-    values = {key: value for key, value in given.items() if value is not None}
-    values["special_tokens"] = tuple(values.get("special_tokens", (EOS,)))
-    config = TokenizerConfig(**values)
-    if config.kind not in KINDS:
-        raise UserError(f"tokenizer.kind={config.kind!r} is not allowed; choose one of {', '.join(KINDS)}.")
+    config = read_settings(TokenizerConfig, given, "tokenizer")
     if config.kind == "bpe" and config.vocab_size is None:
         raise UserError("tokenizer.vocab_size is missing; a trained BPE needs one, for example 2048.")
     return config

@@ -7,7 +7,10 @@ import pytest
 import torch
 
 from polarlm.data import Corpus
-from polarlm.data.order.batches import IGNORED, EvalBatches, WindowSequences, train_batches
+from polarlm.data.order.batches import EvalBatches, train_batches
+from polarlm.data.order.packing import PackedSequences
+from polarlm.data.order.sequences import IGNORED, Sequences
+from polarlm.data.order.windows import WindowSequences
 from polarlm.errors import UserError
 from tests.data.conftest import made_up_documents
 
@@ -76,6 +79,42 @@ def test_borders_are_masked_and_documents_numbered(corpus: Corpus) -> None:
     assert (targets[border] == IGNORED).all() and (targets[~border] != IGNORED).all()
     # A document's number rises right after its end.
     assert np.array_equal(np.diff(documents, axis=1) == 1, border[:, :-1])
+
+
+@pytest.mark.parametrize(("world", "accumulate"), [(1, 1), (2, 1), (1, 4), (2, 2)])
+@pytest.mark.parametrize("packing", ["windows", "aligned"])
+def test_weighing_by_counted_targets_is_the_mean_over_the_step(
+    corpus: Corpus, packing: str, world: int, accumulate: int
+) -> None:
+    store = corpus.store("train")
+    micro = 8 // (world * accumulate)
+
+    def sequences() -> Sequences:
+        if packing == "windows":
+            return WindowSequences(store, 64, seed=3, mask_documents=True)
+        return PackedSequences(store, 64, 3, "aligned", mask_documents=True)
+
+    ranks = [train_batches(sequences(), micro, rank, world, accumulate, accumulate) for rank in range(world)]
+    whole = train_batches(sequences(), 8, start=1)
+    for _ in range(5):
+        targets = next(whole)["targets"]
+        wanted = targets[targets != IGNORED].double().mean()
+        shares = []
+        for batch in (next(rank) for _ in range(accumulate) for rank in ranks):
+            own = batch["targets"][batch["targets"] != IGNORED].double().sum()
+            shares.append(own / batch["counted"])
+        assert torch.stack(shares).mean().item() == pytest.approx(wanted.item(), rel=1e-6)
+
+
+def test_where_every_target_counts_the_count_is_the_batch(corpus: Corpus) -> None:
+    batch = next(train_batches(WindowSequences(corpus.store("train"), 16, seed=1), 4, world=3, accumulate=2))
+    assert batch["counted"].item() == 64 and batch["counted"].dtype == torch.float32
+
+
+def test_counted_targets_are_those_of_the_rows(corpus: Corpus) -> None:
+    sequences, numbers = WindowSequences(corpus.store("train"), 128, seed=1, mask_documents=True), np.arange(80)
+    counts = sequences.counted(numbers)
+    assert np.array_equal(counts, (sequences.rows(numbers)[1] != IGNORED).sum(1)) and len(set(counts.tolist())) > 2
 
 
 @pytest.mark.parametrize("world", [1, 3])

@@ -18,6 +18,9 @@ class Numbered:
     def rows(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, None]:
         return np.stack([np.full(len(numbers), self.name), numbers], 1), numbers[:, None], None
 
+    def counted(self, numbers: np.ndarray) -> np.ndarray:
+        return 100 * numbers + self.name
+
 
 def test_proportions_are_exact_and_every_corpus_keeps_its_own_order() -> None:
     mixture = MixtureSequences([Numbered(0), Numbered(1), Numbered(2)], [5, 3, 2], seed=4)
@@ -32,6 +35,12 @@ def test_any_sequence_can_be_asked_for_alone() -> None:
     mixture = MixtureSequences([Numbered(0), Numbered(1)], [0.9, 0.1], seed=4)
     whole = mixture.rows(np.arange(9000))[0]
     assert np.array_equal(mixture.rows(np.array([8999, 17, 4096]))[0], whole[[8999, 17, 4096]])
+
+
+def test_counted_targets_are_asked_of_the_part_that_a_sequence_comes_from() -> None:
+    mixture, numbers = MixtureSequences([Numbered(0), Numbered(1)], [0.9, 0.1], seed=4), np.arange(5000)
+    tokens = mixture.rows(numbers)[0]
+    assert np.array_equal(mixture.counted(numbers), 100 * tokens[:, 1] + tokens[:, 0])
 
 
 @pytest.fixture

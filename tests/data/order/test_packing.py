@@ -1,3 +1,5 @@
+import errno
+import shutil
 from collections import Counter
 from collections.abc import Callable
 
@@ -5,8 +7,8 @@ import numpy as np
 import pytest
 
 from polarlm.data import Corpus
-from polarlm.data.order.batches import IGNORED
 from polarlm.data.order.packing import PackedSequences
+from polarlm.data.order.sequences import IGNORED
 from tests.data.conftest import made_up_documents
 
 Build = Callable[..., Corpus]
@@ -63,9 +65,32 @@ def test_a_long_document_continues_in_its_next_chunk(corpus_of: Build) -> None:
 
 
 def test_best_fit_wastes_less_than_packing_in_order(corpus: Corpus) -> None:
-    assert packed(corpus, "best_fit").filled > max(packed(corpus, "aligned").filled, 0.95)
+    tokens = len(corpus.store("train"))
+    in_order, best = (packed(corpus, packing).order.per_epoch * CONTEXT for packing in ("aligned", "best_fit"))
+    assert tokens / best > max(tokens / in_order, 0.95)
 
 
 def test_the_order_is_a_function_of_the_seed(corpus: Corpus) -> None:
     first, second = (packed(corpus, "best_fit").rows(np.arange(30))[0] for _ in range(2))
     assert np.array_equal(first, second)
+
+
+@pytest.mark.parametrize("packing", ["aligned", "best_fit"])
+def test_counted_targets_are_those_of_the_rows(corpus: Corpus, packing: str) -> None:
+    sequences, numbers = packed(corpus, packing), np.arange(60)
+    counts = sequences.counted(numbers)
+    assert np.array_equal(counts, (sequences.rows(numbers)[1] != IGNORED).sum(1))
+    assert len(set(counts.tolist())) > 3
+
+
+def test_a_store_that_cannot_be_written_is_packed_all_the_same(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = packed(corpus, "best_fit").rows(np.arange(30))[0]
+    folder = corpus.folder / "packed"
+    shutil.rmtree(folder)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(np, "save", refuse)
+    assert np.array_equal(packed(corpus, "best_fit").rows(np.arange(30))[0], kept)
+    assert not list(folder.iterdir())

@@ -53,6 +53,16 @@ def test_going_back_and_resuming_give_the_same_rows(folder: Path, monkeypatch: p
         assert all(np.array_equal(a, b) for a, b in zip(again, forward[number // 4]))
 
 
+def test_counting_ahead_changes_no_rows(folder: Path) -> None:
+    plain, counting = module_of(folder).sequences(), module_of(folder).sequences()
+    for step in range(0, 320, 32):
+        numbers = np.arange(step, step + 32)
+        counts = counting.counted(numbers)
+        targets = np.concatenate([counting.rows(numbers[at : at + 4])[1] for at in range(0, 32, 4)])
+        assert np.array_equal(targets, plain.rows(numbers)[1])
+        assert np.array_equal(counts, (targets != -100).sum(1)) and counts.min() < 32
+
+
 def test_the_stream_repeats_when_it_ends(folder: Path) -> None:
     sequences = module_of(folder).sequences()
     period = len(module_of(folder).corpus.store("train"))  # the head holds everything here

@@ -90,9 +90,9 @@ def test_reading_on_from_any_state_gives_the_rest(folder_of: Write) -> None:
     [
         ({"pth": "x"}, r"data.pth is not an option. Did you mean path"),
         ({"split": {"rulle": "own"}}, "data.split.rulle is not an option. Did you mean rule"),
-        ({"split": {"rule": "random"}}, "choose one of auto, own, hash, position"),
-        ({"split": {"val": 0.7, "test": 0.4}}, "sum is below 1"),
-        ({"packing": "tight"}, "choose one of stream, aligned, best_fit"),
+        ({"split": {"rule": "random"}}, "Choose one of auto, own, hash, position"),
+        ({"split": {"val": 0.7, "test": 0.4}}, "sum must be below 1"),
+        ({"packing": "tight"}, "Choose one of stream, aligned, best_fit"),
     ],
 )
 def test_wrong_options_name_the_right_ones(options: dict[str, Any], message: str) -> None:

@@ -125,7 +125,9 @@ def test_a_tokenizer_that_lacks_bytes_is_refused_or_counts_its_unknowns(tmp_path
 def test_wrong_tokenizer_settings_say_what_is_allowed(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"tokenizer.vocabsize is not an option. Did you mean vocab_size"):
         read_tokenizer_config({"kind": "bpe", "vocabsize": 3})
-    with pytest.raises(UserError, match=r"tokenizer.kind='bytes' is not allowed; choose one of byte, char"):
+    with pytest.raises(
+        UserError, match=r"tokenizer.kind='bytes' is not allowed. Did you mean byte. Choose one of byte, char"
+    ):
         read_tokenizer_config({"kind": "bytes"})
     with pytest.raises(UserError, match=r"too small: 256 bytes"):
         SubwordTokenizer.train(["a"], 200)
