@@ -29,15 +29,15 @@ def main(arguments: list[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """All verbs; each room adds its own."""
     from polarlm.data import commands as data
-    from polarlm.evaluation import commands as evaluation
     from polarlm.report import commands as report
+    from polarlm.runs import commands as runs
     from polarlm.training.loggers import wandb_workspace
 
     top = argparse.ArgumentParser(
         prog="python -m polarlm", description="Look at, use and compare trained runs. (--debug shows tracebacks)"
     )
     verbs = top.add_subparsers(title="verbs", metavar="verb", required=True)
-    for room in (evaluation, report, data, wandb_workspace):
+    for room in (runs, report, data, wandb_workspace):
         room.add_parser(verbs)
     return top
 

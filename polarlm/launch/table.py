@@ -5,30 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from polarlm.evaluation.metrics import METRICS, formatted
 from polarlm.training.loggers.progress import clock, short
 
 
 def final_table(summary: dict[str, Any], folder: Path, sample: str | None) -> str:
     """Plain text: what was reached, against what, how fast, where it lies, and how the model writes."""
-    rows = [("", "loss", "perplexity", "bits per byte")]
-    for split in ("val", "test"):
-        if f"{split}/loss" in summary:
-            rows.append(
-                (
-                    {"val": "validation", "test": "test"}[split],
-                    f"{summary[f'{split}/loss']:.4f}",
-                    f"{summary[f'{split}/perplexity']:.2f}",
-                    f"{summary[f'{split}/bits_per_byte']:.4f}",
-                )
-            )
-    for name, found in (summary.get("baselines") or {}).items():
-        rows.append(
-            (f"{name} baseline", f"{found['loss']:.4f}", f"{found['perplexity']:.2f}", f"{found['bits_per_byte']:.4f}")
-        )
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    lines = [
-        f"  {row[0]:<{widths[0]}}  " + "  ".join(f"{cell:>{w}}" for cell, w in zip(row[1:], widths[1:])) for row in rows
-    ]
+    lines = metric_lines(summary)
     peak = "n/a" if summary.get("mfu") is None else f"{100 * summary['mfu']:.0f} %"
     facts = [
         ("block", str(summary["block"])),
@@ -49,6 +32,23 @@ def final_table(summary: dict[str, Any], folder: Path, sample: str | None) -> st
     if sample:
         lines += ["", "  sample", *(f"    {line}" for line in sample.splitlines())]
     return "\n".join(lines)
+
+
+def metric_lines(summary: dict[str, Any]) -> list[str]:
+    """A row per judged split and per baseline, a column per metric that any of them has."""
+    numbers = {
+        name: {metric.name: summary.get(f"{split}/{metric.name}") for metric in METRICS}
+        for split, name in (("val", "validation"), ("test", "test"))
+        if f"{split}/loss" in summary
+    }
+    numbers |= {f"{name} baseline": found for name, found in (summary.get("baselines") or {}).items()}
+    shown = [m for m in METRICS if any(found.get(m.name) is not None for found in numbers.values())]
+    rows = [["", *(metric.title for metric in shown)]]
+    rows += [[name, *(formatted(m.name, found.get(m.name)) for m in shown)] for name, found in numbers.items()]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(shown) + 1)]
+    return [
+        f"  {row[0]:<{widths[0]}}  " + "  ".join(f"{cell:>{w}}" for cell, w in zip(row[1:], widths[1:])) for row in rows
+    ]
 
 
 def step_split(parts: dict[str, float | None]) -> str:

@@ -16,7 +16,7 @@ from polarlm.errors import UserError
 from polarlm.geometry import rotary_tables
 from polarlm.model.block import Block
 from polarlm.model.feed_forward import build_feed_forward
-from polarlm.model.loss import chunked_cross_entropy
+from polarlm.model.loss import chunked_cross_entropy, chunked_tally
 from polarlm.model.norm import RMSNorm
 
 
@@ -180,6 +180,11 @@ class GPT(nn.Module):
         """Cross-entropy in nats over targets that are not -100; reduction mean, sum or none (B, T)."""
         hidden = self.hidden(tokens, documents=documents)
         return chunked_cross_entropy(hidden, self.head.weight, targets, reduction)
+
+    def tally(self, tokens: Tensor, targets: Tensor, *, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(summed loss in nats, number of targets held more likely than every other token), without gradients."""
+        with torch.no_grad():
+            return chunked_tally(self.hidden(tokens, documents=documents), self.head.weight, targets)
 
     def new_cache(self, batch: int, length: int) -> Cache:
         """An empty key-value cache for `length` tokens per row."""

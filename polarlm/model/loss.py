@@ -32,6 +32,25 @@ def chunked_cross_entropy(
     return total / (flat != IGNORED).sum().clamp_min(1)
 
 
+@torch.no_grad()
+def chunked_tally(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int | None = None) -> tuple[Tensor, Tensor]:
+    """(summed loss, hits) of one pass: the bits of reduction="sum", and how often the target beat every other token."""
+    chunk = chunk or max(SMALLEST_CHUNK, CHUNK_LOGITS // weight.shape[0])
+    rows, flat, dtype = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), _product_dtype(hidden)
+    total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
+    hits = torch.zeros((), dtype=torch.int64, device=hidden.device)
+    with torch.autocast(hidden.device.type, enabled=False):
+        w = weight.to(dtype)
+        for x, y in zip(rows.split(chunk), flat.split(chunk)):
+            logits = _logits(x.to(dtype), w)
+            total += _losses(logits, y)[0].sum()
+            target = y.clamp_min(0)[:, None]
+            picked = logits.gather(1, target)[:, 0]
+            others = logits.scatter_(1, target, -torch.inf).amax(-1)
+            hits += ((picked > others) & (y != IGNORED)).sum()
+    return total, hits
+
+
 def _product_dtype(hidden: Tensor) -> torch.dtype:
     device = hidden.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype

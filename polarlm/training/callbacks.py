@@ -14,8 +14,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from polarlm.evaluation.metrics import measure
+from polarlm.evaluation.tally import tally_batches
+from polarlm.evaluation.text_size import text_size
 from polarlm.training.loggers.json_lines import JsonLines
-from polarlm.training.validation import evaluate
 
 
 class StepSeed(pl.Callback):
@@ -140,7 +142,8 @@ class Validation(pl.Callback):
 
     def _run(self, trainer: Any, module: Any, split: str, *, whole: bool) -> None:
         began = time.perf_counter()
-        loader = trainer.datamodule.eval_dataloader(split, whole=whole)
+        data = trainer.datamodule
+        loader = data.eval_dataloader(split, whole=whole)
         done, total = 0, len(loader)
 
         def on_batch() -> None:
@@ -149,14 +152,14 @@ class Validation(pl.Callback):
             if self.on_progress:
                 self.on_progress(split, done, total)
 
-        found = evaluate(
+        counted = tally_batches(
             module.model,
             loader,
-            bytes_per_token=trainer.datamodule.corpus.store(split).bytes_per_token,
+            text_size(data.corpus.store(split), data.corpus.tokenizer, None if whole else data.eval_tokens),
             device=module.device,
             precision=trainer.strategy.precision_plugin.forward_context(),
             reduce=lambda totals: trainer.strategy.reduce(totals, reduce_op="sum"),
             on_batch=on_batch,
         )
-        self.recorder.row |= {f"{split}/{key}": found[key] for key in ("loss", "perplexity", "bits_per_byte")}
+        self.recorder.row |= {f"{split}/{name}": value for name, value in measure(counted).items()}
         self.recorder.pause(time.perf_counter() - began)

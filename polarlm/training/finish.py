@@ -12,9 +12,8 @@ from polarlm.training.job import Job
 
 def finish(job: Job, folder: Path, pictures: Callable[[Path], Any] | None = None) -> dict[str, Any]:
     """Write weights for sharing, a sample and pictures; the summary says `finished` only after all of them."""
-    from polarlm.data.baselines import ngram_losses
+    from polarlm.evaluation.baselines import baseline_metrics
     from polarlm.evaluation.generate import sample_text
-    from polarlm.evaluation.judge import baseline_numbers
     from polarlm.runs.restore import load_weights, restore_run, save_weights
     from polarlm.training.loggers.json_lines import JsonLines
 
@@ -47,7 +46,7 @@ def finish(job: Job, folder: Path, pictures: Callable[[Path], Any] | None = None
         **typical,
         "step_seconds": parts,
         "flops_per_token": job.model.flops_per_token(job.plan.context),
-        "baselines": baseline_numbers(ngram_losses(job.corpus), job.corpus),
+        "baselines": baseline_metrics(job.corpus),
         "sample": sample,
     }
     summary.pop("error", None)

@@ -47,7 +47,8 @@ class LanguageModel(pl.LightningModule):
             for block in self.model.blocks:
                 fully_shard(block, mesh=mesh["data_parallel"])
             fully_shard(self.model, mesh=mesh["data_parallel"])
-            register_fsdp_forward_method(self.model, "loss")  # training enters through `loss`, not `forward`
+            for entrance in ("loss", "tally"):  # training and validation do not enter through `forward`
+                register_fsdp_forward_method(self.model, entrance)
             self.model._fsdp_sharded = True  # type: ignore[assignment]
         fuse_everything(self.compiled)  # attention's own loops are opaque to the compiler of the model
         self._loss = torch.compile(self.model.loss) if self.compiled else self.model.loss

@@ -17,13 +17,14 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from polarlm.diagnostics import Probe
+from polarlm.evaluation.metrics import METRICS, SPLITS
 from polarlm.runs.environment import environment
 from polarlm.runs.files import read_json, write_json
 from polarlm.training.loggers.wandb_mode import choose_mode
 
 INIT_TIMEOUT = 15  # seconds; wandb's own 90 would hold up a run whose network is bad
 FINISH_TIMEOUT = 60  # seconds for the last upload; what is left stays on disk for `wandb sync`
-LOSSES = [f"{split}/{name}" for split in ("train", "val", "test") for name in ("loss", "perplexity", "bits_per_byte")]
+BEST = {"lower": "min", "higher": "max"}  # what wandb's summary keeps of a metric
 # Layer × head pictures at every probe; all scalars are logged anyway.
 HEAT_MAPS = (
     "precision/log_evidence",
@@ -115,11 +116,12 @@ def start_wandb(config: dict[str, Any], folder: Path, *, group: str | None, tags
 
 
 def define_axes(run: Any) -> None:
-    """Everything against tokens; the summary of a loss is its minimum, of everything else its last value."""
+    """Everything against tokens; the summary of a metric is its best value, of everything else the last one."""
     run.define_metric("tokens")
     run.define_metric("*", step_metric="tokens")
-    for name in LOSSES:
-        run.define_metric(name, step_metric="tokens", summary="min")
+    for split in SPLITS:
+        for metric in METRICS:
+            run.define_metric(f"{split}/{metric.name}", step_metric="tokens", summary=BEST[metric.better])
 
 
 def heat_map(name: str, rows: list[list[float | None]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`python -m polarlm generate`: text from a run."""
+"""Verbs that use a trained run: `python -m polarlm generate`."""
 
 from __future__ import annotations
 

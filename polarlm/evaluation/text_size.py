@@ -1,0 +1,47 @@
+"""How long a stored text is: tokens, bytes, characters, words; of a whole split, or of its beginning."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from polarlm.data import Tokenizer, TokenStore
+from polarlm.evaluation.metrics import TextSize
+
+_known: dict[tuple[str, int, int], TextSize] = {}  # by content, so that every validation of a run counts only once
+
+
+def text_size(store: TokenStore, tokenizer: Tokenizer, tokens: int | None = None) -> TextSize:
+    """The size of a split's first `tokens` tokens (all of them by default).
+
+    The split's bytes are those of the text that was read. A tokenizer that loses something (unknown words, folded
+    case) gives back other bytes than it got: bytes and characters of its decoded text are scaled by that ratio, which
+    is 1 for byte, character and byte-level BPE tokenizers.
+    """
+    total = len(store)
+    tokens = min(tokens or total, total)
+    found = _known.get((store.fingerprint, store.bytes, tokens))
+    if found is None:
+        decoded = decoded_size(store, tokenizer, total)
+        ratio = store.bytes / decoded.bytes if decoded.bytes and decoded.bytes != store.bytes else 1
+        part = decoded if tokens == total else decoded_size(store, tokenizer, tokens)
+        size = store.bytes if tokens == total else part.bytes * ratio
+        found = TextSize(tokens, size, part.characters * ratio, part.words)
+        _known[store.fingerprint, store.bytes, tokens] = found
+    return found
+
+
+def decoded_size(store: TokenStore, tokenizer: Tokenizer, tokens: int) -> TextSize:
+    """What the first `tokens` tokens decode to, document by document; end-of-text tokens stand for nothing."""
+    borders = np.unique(np.concatenate([[0], store.document_starts(0, tokens), [tokens]])).tolist()
+    size = characters = words = 0
+    for begin, end in itertools.pairwise(borders):
+        ids = store[begin:end]
+        if tokenizer.eos_id is not None:
+            ids = ids[ids != tokenizer.eos_id]
+        text = tokenizer.decode(ids.tolist())
+        size += len(text.encode())
+        characters += len(text)
+        words += len(text.split())
+    return TextSize(tokens, size, characters, words)

@@ -1,0 +1,118 @@
+"""Counting on a text equals a slow count of every token by itself, whole or in part."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from polarlm.data.order.batches import EvalBatches
+from polarlm.evaluation.metrics import measure
+from polarlm.evaluation.tally import tally_batches
+from polarlm.evaluation.text_size import text_size
+
+
+def slow_count(model, ids, context):
+    """Every token but the first, one forward pass each: (nats, hits)."""
+    nats, hits = 0.0, 0
+    for place in range(1, len(ids)):
+        begin = (place - 1) // context * context
+        with torch.no_grad():
+            logits = model(torch.tensor([ids[begin:place]]))[0, -1].double()
+        nats -= logits.log_softmax(-1)[ids[place]].item()
+        others = logits.clone()
+        others[ids[place]] = -math.inf
+        hits += bool(logits[ids[place]] > others.max())
+    return nats, hits
+
+
+def test_counts_equal_a_forward_pass_per_token(corpus_of, model_of):
+    corpus = corpus_of("byte", documents=20)
+    store = corpus.store("val")
+    model = model_of(corpus.tokenizer.vocab_size)
+    counted = tally_batches(model, EvalBatches(store, 16, 3), text_size(store, corpus.tokenizer))
+    nats, hits = slow_count(model, store[:].astype(int).tolist(), 16)
+    assert counted.targets == len(store) - 1
+    assert counted.nats == pytest.approx(nats, rel=1e-6)
+    assert counted.correct == hits and hits > 0
+
+
+def test_the_sum_has_the_same_bits_as_the_loss_of_training(corpus_of, model_of):
+    corpus = corpus_of("bpe")
+    model = model_of(corpus.tokenizer.vocab_size)
+    for batch in EvalBatches(corpus.store("val"), 16, 8):
+        nats, _ = model.tally(batch["tokens"], batch["targets"])
+        assert nats == model.loss(batch["tokens"], batch["targets"], reduction="sum")
+
+
+def test_a_model_without_an_opinion_is_never_right(corpus_of, model_of):
+    corpus = corpus_of("byte", documents=20)
+    model = model_of(corpus.tokenizer.vocab_size, tie_embeddings=False)
+    with torch.no_grad():
+        model.head.weight.zero_()
+    store = corpus.store("val")
+    counted = tally_batches(model, EvalBatches(store, 16, 3), text_size(store, corpus.tokenizer))
+    assert counted.correct == 0
+    assert measure(counted)["loss"] == pytest.approx(math.log(corpus.tokenizer.vocab_size))
+
+
+@pytest.mark.parametrize("kind", ["byte", "char", "bpe"])
+def test_the_size_of_a_text_is_that_of_the_text(corpus_of, kind):
+    corpus = corpus_of(kind)
+    store, tokenizer = corpus.store("val"), corpus.tokenizer
+    starts = [*store.document_starts(0, len(store)).tolist(), len(store)]
+    ids = [store[a:b].tolist() for a, b in itertools.pairwise(starts)]
+    texts = [tokenizer.decode([i for i in document if i != tokenizer.eos_id]) for document in ids]
+    size = text_size(store, tokenizer)
+    assert size.tokens == len(store)
+    assert size.bytes == store.bytes == sum(len(t.encode()) for t in texts)
+    assert size.characters == sum(map(len, texts)) < size.bytes
+    assert size.words == sum(len(t.split()) for t in texts)
+
+
+def test_words_of_a_tokenizer_that_forgets_are_still_counted_as_read(corpus_of):
+    corpus = corpus_of("word")
+    size = text_size(corpus.store("val"), corpus.tokenizer)
+    assert size.bytes == corpus.store("val").bytes
+
+
+def test_part_of_a_split_is_measured_with_its_own_bytes(tmp_path):
+    from polarlm.data import build_corpus
+
+    # The beginning is ASCII (1 byte per character), the end is Chinese (3 bytes): the mean fits neither.
+    path = tmp_path / "two_halves.txt"
+    path.write_text("x" * 100 + "a" * 1000 + "京" * 1000, encoding="utf-8")
+    corpus = build_corpus(
+        {"path": str(path), "split": {"rule": "position", "val": 0.95}, "append_eos": False},
+        {"kind": "char"},
+        tmp_path / "cache",
+    )
+    store = corpus.store("val")
+    part = text_size(store, corpus.tokenizer, 500)
+    assert part.tokens == part.bytes == part.characters == 500
+    assert store.bytes_per_token > 1.5
+
+
+def test_training_validates_part_of_a_split_with_that_parts_bytes(corpus_of, model_of, monkeypatch):
+    """The callback hands the part's size to the metrics, not the whole split's."""
+    from contextlib import nullcontext
+    from types import SimpleNamespace
+
+    from polarlm.data import LMDataModule
+    from polarlm.training.callbacks import Validation
+
+    corpus = corpus_of("byte")
+    model = model_of(corpus.tokenizer.vocab_size)
+    data = LMDataModule(corpus, context=16, micro_batch=4, seed=1, eval_tokens=333)
+    recorder = SimpleNamespace(row={}, pause=lambda seconds: None, stepped=lambda trainer: True)
+    strategy = SimpleNamespace(
+        precision_plugin=SimpleNamespace(forward_context=nullcontext), reduce=lambda totals, reduce_op: totals
+    )
+    trainer = SimpleNamespace(global_step=8, max_steps=100, datamodule=data, strategy=strategy)
+    module = SimpleNamespace(model=model, device=torch.device("cpu"))
+    Validation(recorder, every=8).on_train_batch_end(trainer, module, None, None, 0)
+    row = recorder.row
+    text = text_size(corpus.store("val"), corpus.tokenizer, 333)
+    assert row["val/bits_per_byte"] == pytest.approx(row["val/loss"] / math.log(2) * 333 / text.bytes, rel=1e-12)
+    assert text.bytes / 333 != corpus.store("val").bytes_per_token
+    assert set(row) == {f"val/{name}" for name in measure(tally_batches(model, data.eval_dataloader("val"), text))}
