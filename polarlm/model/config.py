@@ -1,0 +1,66 @@
+"""The size of a model, checked; importable without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from polarlm.errors import UserError
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The size of a model, in plain values; what stands in its blocks is chosen separately."""
+
+    vocab_size: int
+    context: int
+    d_model: int
+    n_layer: int
+    n_head: int
+    n_kv_head: int | None = None  # fewer than n_head: grouped-query attention
+    head_dim: int | None = None  # d_model / n_head when not given
+    ffn: str = "swiglu"
+    ffn_mult: float = 4.0  # hidden size in units of d_model, as for GELU; SwiGLU takes 2/3 of it (equal parameters)
+    tie_embeddings: bool = True
+    dropout: float = 0.0
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-6
+    checkpointing: bool = False  # recompute each block in the backward pass instead of storing it
+
+    def __post_init__(self) -> None:
+        for key in ("vocab_size", "context", "d_model", "n_layer", "n_head", "n_kv_head", "head_dim"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise UserError(f"model.{key} is {value}; it must be at least 1.")
+        if self.head_dim is None and self.d_model % self.n_head:
+            raise UserError(
+                f"model.n_head={self.n_head} does not divide model.d_model={self.d_model}; choose a divisor of "
+                f"{self.d_model} ({_divisors(self.d_model)}) or set model.head_dim."
+            )
+        if self.n_head % self.kv_heads:
+            raise UserError(
+                f"model.n_kv_head={self.n_kv_head} does not divide model.n_head={self.n_head}; "
+                f"choose one of {_divisors(self.n_head)}."
+            )
+        if self.head_size % 2:
+            raise UserError(
+                f"the head size {self.head_size} (model.head_dim, or d_model/n_head = {self.d_model}/{self.n_head}) is "
+                "odd; rotary positions turn pairs of channels, so choose an even one."
+            )
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"model.dropout is {self.dropout}; it must be in [0, 1).")
+        if self.ffn_mult <= 0:
+            raise UserError(f"model.ffn_mult is {self.ffn_mult}; it must be positive.")
+
+    @property
+    def head_size(self) -> int:
+        """Channels per head."""
+        return self.head_dim or self.d_model // self.n_head
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads."""
+        return self.n_kv_head or self.n_head
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
