@@ -6,7 +6,7 @@ ARGS   ?=
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint bench dashboard clean
+.PHONY: help train test lint pins resolve bench dashboard clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -15,6 +15,7 @@ help:  ## list the targets
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "polarlm needs Python 3.10 or newer; set PYTHON=…"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "pip>=23"  # the oldest ones that come with Python 3.10 cannot install "-e ."
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
@@ -31,11 +32,18 @@ train: $(VENV)/.installed  ## train the default model (make train ARGS="block=po
 test: $(VENV)/.installed-dev  ## run the whole test suite (make test ARGS="-m 'not slow'")
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
 
-lint: $(VENV)/.installed-dev  ## ruff, mypy on polarlm/, and the import direction
+lint: $(VENV)/.installed-dev  ## ruff, mypy on polarlm/, the import direction, the pins
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.pins
+
+pins: $(VENV)/.installed-dev  ## write constraints.txt again (make pins ARGS="--upgrade numpy")
+	$(BIN)/python -m tools.pins --write $(ARGS)
+
+resolve: $(VENV)/.installed-dev  ## resolve the pins for every Python and platform from the public index
+	$(BIN)/python -m tools.pins --resolve
 
 bench: $(VENV)/.installed-dev  ## measure speed and memory as ratios within one run
 	@$(BIN)/python -m benchmarks.run $(ARGS)

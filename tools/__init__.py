@@ -1,0 +1,1 @@
+"""Programs for those who develop polarlm; nothing here is shipped."""
