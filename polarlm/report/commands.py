@@ -41,6 +41,12 @@ def add_parser(subparsers: Any) -> None:
         "--metric", help="the loss to judge, e.g. val/bits_per_byte (test before val, bits before loss)"
     )
     parser.add_argument(
+        "--margin", type=float, help="differences below this do not matter, in the loss's unit (0.005 bits per byte)"
+    )
+    parser.add_argument(
+        "--seeds", type=int, metavar="N", help="seeds planned per group: no verdict before, and looking costs nothing"
+    )
+    parser.add_argument(
         "--watch",
         nargs="?",
         type=float,
@@ -57,6 +63,12 @@ def compare(arguments: argparse.Namespace) -> int:
         from polarlm.errors import UserError
 
         raise UserError(f"--watch {arguments.watch:g}: give a positive number of seconds")
+    for name, least in (("margin", 0.0), ("seeds", 1)):
+        value = getattr(arguments, name)
+        if value is not None and value <= least:
+            from polarlm.errors import UserError
+
+            raise UserError(f"--{name} {value:g}: give a number above {least:g}")
     only_data = arguments.text or arguments.csv or arguments.json
     if arguments.out is None and (arguments.watch or arguments.picture or not only_data):
         arguments.out = Path("report.html")
@@ -82,9 +94,22 @@ def _write_all(arguments: argparse.Namespace, cache: dict, reload_seconds: float
     from polarlm.runs.reading import find_run_folders, read_runs
     from polarlm.verdict.groups import group_runs
     from polarlm.verdict.judgement import judge_groups
+    from polarlm.verdict.looks import Looks
 
     groups = group_runs(read_runs(find_run_folders(arguments.runs), cache))
-    judgement = judge_groups(groups, arguments.metric, arguments.baseline)
+    runs = [run for group in groups for run in group.runs]
+    looks = Looks.beside(runs)
+    judgement = judge_groups(
+        groups,
+        arguments.metric,
+        arguments.baseline,
+        margin=arguments.margin,
+        planned_seeds=arguments.seeds,
+        looks=looks,
+    )
+    trouble = looks.record(judgement.looked)
+    if trouble:
+        print(f"warning: {trouble}", file=sys.stderr)
     out = Path(arguments.out).absolute() if arguments.out else None
     if arguments.text:
         print(text_report(judgement, min(120, shutil.get_terminal_size((120, 24)).columns)))

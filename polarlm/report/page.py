@@ -16,7 +16,9 @@ from polarlm.report.payload import link_to
 from polarlm.report.tables import Table, difference_table, final_table, show_count
 from polarlm.runs.files import write_text
 from polarlm.verdict.groups import ABSENT, Group
-from polarlm.verdict.judgement import Judgement, headline, reference_losses
+from polarlm.verdict.headline import headline
+from polarlm.verdict.judgement import Judgement
+from polarlm.verdict.notes import reference_losses
 
 LONG, FEW = 15, 3  # rows
 SCRIPTS = ("state.js", "figures.js", "curves.js", "geometry.js", "start.js")  # in this order
@@ -88,7 +90,7 @@ def _meta(groups: Sequence[Group], payload: dict[str, Any]) -> str:
 
 
 def _for_scale(groups: Sequence[Group], judgement: Judgement) -> str:
-    words = [f"{name} {loss:.4g}" for name, loss in reference_losses(groups, judgement.metric).items()]
+    words = [f"{name} {loss:.4g}" for name, loss in reference_losses(groups, judgement.measure.key).items()]
     return f" For scale, in {judgement.unit}: {', '.join(words)}." if words else ""
 
 

@@ -2,18 +2,20 @@
 
 import csv
 import io
+import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from polarlm.verdict.estimates import Estimate
 from polarlm.verdict.groups import Group, config_differences, show
-from polarlm.verdict.judgement import Judgement, headline
-from polarlm.verdict.statistics import Estimate
+from polarlm.verdict.headline import headline
+from polarlm.verdict.judgement import Judgement
+from polarlm.verdict.measure import Measure
 
 # More columns than this do not fit on a page; then one row per group names only what separates the groups.
 MAX_COLUMNS = 8
-SHORT_UNITS = {"bits_per_byte": "bits per byte", "loss": "loss (nats)", "perplexity": "perplexity"}
 
 
 @dataclass(frozen=True)
@@ -26,9 +28,9 @@ class Table:
 
 def final_table(judgement: Judgement) -> Table:
     """One row per group: judged losses with intervals, the difference to the baseline, and what it cost."""
-    losses = judgement.shown_metrics()
-    columns = ["group", "seeds", *(SHORT_UNITS.get(m.rpartition("/")[2], m) for m in losses)]
-    columns += ["Δ to baseline", "p", "verdict", "parameters", "tokens", "FLOPs", "tokens/s"]
+    losses = judgement.measure.siblings()
+    columns = ["group", "seeds", *(Measure(m).title for m in losses)]
+    columns += ["Δ to baseline", "p", "verdict", "parameters", "head", "tokens", "FLOPs", "seconds", "tokens/s"]
     rows = []
     for judged in judgement.rows:
         comparison = judged.comparison
@@ -38,7 +40,9 @@ def final_table(judgement: Judgement) -> Table:
         row.append("" if comparison is None else show_estimate(comparison.difference, signed=True))
         row.append("" if p is None else ("<0.001" if p < 0.001 else f"{p:.3f}"))
         row.append(judged.outcome)
-        row += [show_count(judged.budget.parameters), show_count(judged.budget.tokens), show_count(judged.budget.flops)]
+        budget = judged.budget
+        row += [show_count(budget.parameters), "—" if judged.head_size is None else str(judged.head_size)]
+        row += [show_count(budget.tokens), show_count(budget.flops), show_count(budget.seconds)]
         row.append(show_count(judged.tokens_per_second))
         rows.append(row)
     return Table(columns, rows)
@@ -106,10 +110,14 @@ def json_report(judgement: Judgement, payload: dict[str, Any]) -> dict[str, Any]
             "p_value": row.comparison.p_value if row.comparison else None,
             "p_adjusted": row.comparison.p_adjusted if row.comparison else None,
             "outcome": row.outcome,
+            "simultaneous": _finite_ends(row.comparison.simultaneous) if row.comparison else None,
+            "gains": {gain.currency: plain(gain.factor) for gain in row.gains},
+            "head_size": row.head_size,
             "verdict": row.sentence,
             "parameters": row.budget.parameters,
             "tokens": row.budget.tokens,
             "flops": row.budget.flops,
+            "seconds": row.budget.seconds,
             "tokens_per_second": row.tokens_per_second,
         }
         for row in judgement.rows
@@ -117,10 +125,16 @@ def json_report(judgement: Judgement, payload: dict[str, Any]) -> dict[str, Any]
     return {
         "metric": judgement.metric,
         "headline": headline(judgement),
+        "margin": judgement.margin,
         "notes": judgement.notes,
         "judged": judged,
         **payload,
     }
+
+
+def _finite_ends(interval: tuple[float, float] | None) -> list[float | None] | None:
+    """An open end (infinity) is null in JSON."""
+    return None if interval is None else [end if math.isfinite(end) else None for end in interval]
 
 
 def show_estimate(estimate: Estimate, signed: bool = False) -> str:

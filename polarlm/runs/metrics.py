@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from polarlm.evaluation.metrics import METRICS
+
 # What the report draws. Everything else in a row is skipped by the parser and costs next to nothing.
 COLUMNS = (
     "step",
@@ -15,9 +17,8 @@ COLUMNS = (
     "tokens_per_second",
     "train/lr",
     "train/loss",
-    "val/loss",
-    "val/perplexity",
-    "val/bits_per_byte",
+    "train/grad_norm",
+    *(f"val/{metric.name}" for metric in METRICS),
 )
 AXES = ("step", "tokens", "flops", "seconds")
 # A page draws 500 points of a curve: of longer files every k-th row is parsed, and every row that has an evaluation.

@@ -1,11 +1,13 @@
 """Which runs repeat one experiment with other seeds, and in what the experiments differ."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from polarlm.runs.identity import IRRELEVANT, IRRELEVANT_TRAINER
 from polarlm.runs.reading import Run
+from polarlm.verdict.defaults import shipped_default
 
 # Where and under which name a run was made says nothing about what it is.
 NEVER_COMPARED = ("seed", "choices", "hydra", *IRRELEVANT, *(f"trainer.{key}" for key in IRRELEVANT_TRAINER))
@@ -20,6 +22,7 @@ class Group:
     block: str
     varied: dict[str, Any]  # the settings in which this group differs from some other group
     runs: tuple[Run, ...]
+    is_default: bool = False  # every varied setting has its shipped value
 
     @property
     def family(self) -> str:
@@ -57,17 +60,83 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
             if at not in keys_among:
                 keys_among[at] = [k for k in config_differences(peers) if _part(k, varying) == part]
             varied |= {key: run.settings.get(key) for key in keys_among[at]}
-        label = " · ".join([run.block, *_words(varied)])
-        members.setdefault((run.block, label), []).append(run)
-        settings[run.block, label] = varied
+        # A group is what all its settings say; its label may leave some of them out.
+        group = (run.block, json.dumps(varied, sort_keys=True, default=str))
+        members.setdefault(group, []).append(run)
+        settings[group] = varied
+    said = _distinguishing([(block, settings[block, text]) for block, text in members])
     groups = [
-        Group(label, block, settings[block, label], tuple(sorted(found, key=lambda r: (r.seed, r.name))))
-        for (block, label), found in members.items()
+        Group(
+            " · ".join([block, *_words({k: v for k, v in settings[block, text].items() if k in said})]),
+            block,
+            settings[block, text],
+            tuple(sorted(found, key=lambda r: (r.seed, r.name))),
+            all(_is_default(key, value, found[0]) for key, value in settings[block, text].items()),
+        )
+        for (block, text), found in members.items()
     ]
     order = ("standard", "xsa", "rfa", "polar")
-    return sorted(
-        groups, key=lambda g: (order.index(g.family) if g.family in order else len(order), g.family, g.block, g.label)
-    )
+
+    def place(group: Group) -> tuple:
+        rank = order.index(group.family) if group.family in order else len(order)
+        return (rank, group.family, group.block, [_sortable(group.varied[key]) for key in sorted(group.varied)])
+
+    return sorted(groups, key=place)
+
+
+def _distinguishing(found: Sequence[tuple[str, dict[str, Any]]]) -> set[str]:
+    """The settings that a label must name: those that differ among groups of one block.
+
+    A setting that follows from the block (each block's own learning rate) stands once, in the caption.
+    """
+    keys = {key for _, varied in found for key in varied}
+    needed = set()
+    for key in keys:
+        values: dict[str, set[str]] = {}
+        for block, varied in found:
+            values.setdefault(block, set()).add(repr(varied.get(key)))
+        if any(len(seen) > 1 for seen in values.values()):
+            needed.add(key)
+    return needed
+
+
+def follows_from_block(groups: Sequence[Group]) -> dict[str, dict[str, Any]]:
+    """setting → block → value, of settings that vary but are left out of the labels because the block decides them."""
+    said = _distinguishing([(g.block, g.varied) for g in groups])
+    keys = sorted({key for g in groups for key in g.varied} - said)
+    return {key: {g.block: g.varied.get(key) for g in groups} for key in keys if not key.startswith("block.")}
+
+
+def shared_settings(groups: Sequence[Group]) -> dict[str, Any]:
+    """Every setting that all runs have in common."""
+    first = groups[0].runs[0].settings
+    others = [run.settings for group in groups for run in group.runs]
+    return {k: v for k, v in first.items() if _is_compared(k) and all(o.get(k) == v for o in others)}
+
+
+def varied_number(groups: Sequence[Group]) -> str | None:
+    """The one numeric setting in which groups of one block differ, for a response curve; None when there is no such."""
+    keys = {key for key in _distinguishing([(g.block, g.varied) for g in groups])}
+    # trainer.max_steps and schedule.max_steps move together.
+    columns = {tuple(repr(g.varied.get(key)) for g in groups): key for key in sorted(keys, reverse=True)}
+    if len(columns) != 1:
+        return None
+    key = next(iter(columns.values()))
+    values = [g.varied.get(key) for g in groups]
+    known = [v for v in values if isinstance(v, (int, float)) and not isinstance(v, bool)]
+    return key if len(set(known)) >= 3 else None
+
+
+def _is_default(key: str, value: Any, run: Run) -> bool:
+    default = shipped_default(key, run.config.get("choices") or {})
+    return default is not None and default == value
+
+
+def _sortable(value: Any) -> tuple:
+    """Numbers as numbers, before words, before what is absent."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return (0, float(value), "")
+    return (2, 0.0, "") if value is None else (1, 0.0, str(value))
 
 
 def short_key(key: str) -> str:

@@ -1,14 +1,20 @@
 """From run folders to a verdict: which loss, which baseline, which runs count, and what must be said about it."""
 
+import itertools
 import json
+import math
+import re
 
 import pytest
 
 from polarlm.errors import UserError
 from polarlm.report.tables import final_table, show_count, text_report
-from polarlm.runs.reading import read_run
-from polarlm.verdict.groups import group_runs
-from polarlm.verdict.judgement import headline, judge_groups, seed_losses
+from polarlm.runs.reading import find_run_folders, read_run
+from polarlm.verdict.defaults import shipped_default
+from polarlm.verdict.groups import follows_from_block, group_runs, varied_number
+from polarlm.verdict.headline import headline
+from polarlm.verdict.judgement import judge_groups, seed_losses
+from polarlm.verdict.looks import Looks
 from tests.synthetic_runs import write_run, write_sweep
 
 
@@ -25,7 +31,7 @@ def test_blocks_are_judged_on_the_test_split_with_paired_seeds(tmp_path):
     polar = judgement.rows[-1]
     assert polar.comparison.seeds == (1, 2, 3)
     assert polar.comparison.family == 2
-    assert "Not matched: FLOPs +22.0 %" in polar.sentence
+    assert "Not equal: FLOPs +22.0 %" in polar.sentence
     assert headline(judgement).startswith("rfa and polar: lower bits per byte than standard")
 
 
@@ -65,7 +71,7 @@ def test_variants_of_one_block_are_compared_with_its_first_or_with_a_chosen_one(
     assert [row.outcome for row in judge_groups(groups).rows].count("baseline") == 1
     chosen = {row.group.label: row for row in judge_groups(groups, baseline="kernel=student").rows}
     assert chosen["polar · kernel=student"].outcome == "baseline"
-    with pytest.raises(UserError, match=r"--baseline 'nothing'.*choose one of: polar"):
+    with pytest.raises(UserError, match=r"--baseline 'nothing'.*Choose one of: polar"):
         judge_groups(groups, baseline="nothing")
 
 
@@ -98,7 +104,7 @@ def test_unfinished_runs_are_not_judged_and_failed_ones_forbid_a_win(tmp_path):
     folders.append(write_run(tmp_path / "polar-seed5", "polar", 5, status="failed", diagnostics=False))
     judgement = judge_groups(groups_of(folders))
     polar = judgement.rows[1]
-    assert sorted(seed_losses(polar.group, judgement.metric)) == [1, 2, 3, 5]
+    assert sorted(seed_losses(polar.group, judgement.measure)) == [1, 2, 3, 5]
     assert polar.outcome == "no difference shown"
     assert "1 failed or diverged seed of polar" in polar.sentence
     assert any("1 failed, 1 running" in note for note in judgement.notes)
@@ -143,3 +149,182 @@ def test_text_table_lines_up_and_ends_with_the_verdicts(tmp_path):
 @pytest.mark.parametrize(("number", "shown"), [(None, "—"), (950, "950"), (1_184_000, "1.18 M"), (2.5e13, "25 T")])
 def test_counts_are_short(number, shown):
     assert show_count(number) == shown
+
+
+def record(folder, name, value):
+    (folder / name).write_text(json.dumps(value))
+
+
+def corpus(fingerprint, kind="bpe", size=1000):
+    return {"fingerprint": fingerprint, "tokenizer": {"kind": kind}, "splits": {"val": {"documents": 3, "bytes": size}}}
+
+
+@pytest.mark.parametrize("wanted", ["val/losss", "val/bits-per-byte", "test/perplexitty"])
+def test_an_unknown_metric_is_named_with_what_it_may_have_meant(tmp_path, wanted):
+    groups = groups_of(write_sweep(tmp_path, seeds=(1, 2), diagnostics=False))
+    near = {"val/losss": "val/loss", "val/bits-per-byte": "val/bits_per_byte", "test/perplexitty": "test/perplexity"}
+    with pytest.raises(UserError, match=rf"--metric {wanted} is no metric. Did you mean .*{near[wanted]}"):
+        judge_groups(groups, metric=wanted)
+
+
+def test_a_known_metric_that_no_run_has_is_no_result_yet(tmp_path):
+    groups = groups_of([write_run(tmp_path / "a", status=None, diagnostics=False)])
+    with pytest.raises(UserError, match=r"--metric test/loss is in none of these runs.*These runs have: val/loss"):
+        judge_groups(groups, metric="test/loss")
+
+
+def test_perplexities_are_compared_by_their_logarithm(tmp_path):
+    groups = groups_of(write_sweep(tmp_path, diagnostics=False))
+    by_loss, by_perplexity = (judge_groups(groups, metric=f"val/{key}").rows[-1] for key in ("loss", "perplexity"))
+    assert by_perplexity.comparison.difference.mean == pytest.approx(by_loss.comparison.difference.mean)
+    assert "ln perplexity" in by_perplexity.sentence
+    shown = by_perplexity.estimates["val/perplexity"]
+    loss = judge_groups(groups, metric="val/loss").rows[-1].estimates["val/loss"]
+    assert (shown.low, shown.high) == pytest.approx((math.exp(loss.low), math.exp(loss.high)))
+
+
+def test_a_replaced_text_under_the_same_name_is_refused(tmp_path):
+    folders = write_sweep(tmp_path, blocks=("standard", "polar"), diagnostics=False)
+    for folder in folders:
+        record(folder, "corpus.json", corpus("a" * 64 if "standard" in folder.name else "b" * 64))
+    row = judge_groups(groups_of(folders)).rows[1]
+    assert row.outcome == "not compared"
+    assert "the text differs although both are called pydocs (corpus fingerprints bbbbbbbbbbbb against" in row.sentence
+    for folder in folders:
+        record(folder, "corpus.json", corpus("a" * 64))
+    assert judge_groups(groups_of(folders)).rows[1].outcome == "better"
+
+
+def test_other_tokens_of_the_same_text_have_another_fingerprint_and_are_compared_in_bits_per_byte(tmp_path):
+    folders = write_sweep(tmp_path / "a", blocks=("standard",), diagnostics=False)
+    folders += write_sweep(tmp_path / "b", blocks=("polar",), diagnostics=False, tokenizer="byte")
+    for folder in folders:
+        kind = "byte" if "polar" in folder.name else "bpe"
+        record(folder, "corpus.json", corpus(kind, kind))
+    assert judge_groups(groups_of(folders), baseline="standard").rows[1].role == "compared"
+    for folder in folders[3:]:
+        record(folder, "corpus.json", corpus("byte", "byte", size=999))
+    assert "the text differs" in judge_groups(groups_of(folders), baseline="standard").rows[1].sentence
+
+
+def test_other_versions_of_code_or_torch_are_said(tmp_path):
+    folders = write_sweep(tmp_path, blocks=("standard", "polar"), seeds=(1, 2), diagnostics=False)
+    for folder in folders:
+        record(folder, "environment.json", {"git_commit": "c1" * 20, "versions": {"torch": "2.13.0"}})
+    assert not [note for note in judge_groups(groups_of(folders)).notes if "version" in note]
+    environment = {"git_commit": "d2" * 20, "git_dirty": True, "versions": {"torch": "2.6.0"}}
+    record(folders[0], "environment.json", environment)
+    notes = " ".join(judge_groups(groups_of(folders)).notes)
+    assert "2 versions of the code (c1c1c1c1c, d2d2d2d2d)" in notes
+    assert "different versions of torch (2.13.0, 2.6.0)" in notes
+    assert "1 of 4 runs were made by code with uncommitted changes" in notes
+
+
+def test_unequal_budgets_are_not_judged_and_say_why(tmp_path):
+    folders = write_sweep(tmp_path, blocks=("standard", "polar"), diagnostics=False)
+    for folder in folders[3:]:
+        summary = json.loads((folder / "summary.json").read_text())
+        record(folder, "summary.json", summary | {"parameters": 2 * summary["parameters"]})
+    judgement = judge_groups(groups_of(folders))
+    row = judgement.rows[1]
+    assert row.outcome == "unequal budgets"
+    assert "parameters +100.1 %, FLOPs +22.0 %" in row.sentence
+    assert "match=parameters" in row.sentence
+    assert row.comparison.p_adjusted is None  # no part of the family
+    assert headline(judgement) == "Unequal budgets: nothing here can be judged"
+
+
+def test_head_sizes_stand_beside_every_verdict(tmp_path):
+    folders = write_sweep(tmp_path / "a", blocks=("standard",), diagnostics=False)
+    folders += write_sweep(tmp_path / "b", blocks=("polar",), diagnostics=False, heads=8)
+    rows = judge_groups(groups_of(folders)).rows
+    assert [row.head_size for row in rows] == [32, 16]
+    assert "Head sizes differ: 16 against 32." in rows[1].sentence
+
+
+def test_swept_numbers_sort_as_numbers_and_the_shipped_value_is_the_baseline(tmp_path):
+    folders = [
+        write_run(tmp_path / f"{nu}-{seed}", "polar", seed, diagnostics=False, changes={"block.nu_t": nu})
+        for nu in (1000.0, 8.0, 4.0, 30.0)
+        for seed in (1, 2)
+    ]
+    groups = groups_of(folders)
+    assert [g.label.partition("=")[2] for g in groups] == ["4", "8", "30", "1000"]
+    shipped = shipped_default("block.nu_t", {"block": "polar"})
+    assert [g.is_default for g in groups] == [value == shipped for value in (4, 8, 30, 1000)]
+    assert varied_number(groups) == "block.nu_t"
+    expected = next((i for i, g in enumerate(groups) if g.is_default), 0)
+    assert [row.outcome == "baseline" for row in judge_groups(groups).rows].index(True) == expected
+
+
+def test_the_default_of_a_step_on_the_ladder_comes_from_the_files_it_starts_from():
+    assert shipped_default("block.kernel", {"block": "polar_rotated"}) == "exponential"
+    assert shipped_default("block.kernel", {"block": "../../etc"}) is None
+
+
+def test_a_setting_that_follows_from_the_block_is_not_in_every_label(tmp_path):
+    folders = [
+        write_run(tmp_path / f"{block}{seed}", block, seed, diagnostics=False, changes={"optim.lr": lr})
+        for block, lr in (("standard", 1e-3), ("polar", 3e-3))
+        for seed in (1, 2)
+    ]
+    groups = groups_of(folders)
+    assert [g.label for g in groups] == ["standard", "polar"]
+    assert follows_from_block(groups) == {"optim.lr": {"standard": 1e-3, "polar": 3e-3}}
+    assert judge_groups(groups).rows[1].role == "compared"
+
+
+LADDER = {
+    "polar_constant": {"kernel": "exponential", "projection": "none", "magnitude": False},
+    "polar_magnitude": {"kernel": "exponential", "projection": "none", "magnitude": True},
+    "polar_student": {"kernel": "student", "projection": "none", "magnitude": True},
+    "polar": {"kernel": "student", "projection": "evidence", "magnitude": True},
+}
+
+
+def test_the_steps_of_a_ladder_are_compared_one_by_one_and_share_the_error_rate(tmp_path):
+    folders = [write_run(tmp_path / f"standard{seed}", "standard", seed, diagnostics=False) for seed in (1, 2, 3)]
+    for block, settings in LADDER.items():
+        changes = {f"block.{key}": value for key, value in settings.items()} | {"block._target_": "polar"}
+        for seed in (1, 2, 3):
+            folders.append(write_run(tmp_path / f"{block}{seed}", block, seed, diagnostics=False, changes=changes))
+    judgement = judge_groups(groups_of(folders))
+    climbed = [(s.comparison.baseline, s.comparison.treatment) for s in judgement.steps]
+    assert climbed == list(itertools.pairwise(LADDER))
+    assert {c.family for c in [s.comparison for s in judgement.steps]} == {4 + 3}
+
+
+def test_seeds_added_after_a_look_are_noticed_and_planned_ones_are_not(tmp_path):
+    def judged(seeds, **options):
+        folders = write_sweep(tmp_path, blocks=("standard", "polar"), seeds=range(1, seeds + 1), diagnostics=False)
+        groups = groups_of(folders)
+        looks = Looks.beside([run for group in groups for run in group.runs])
+        judgement = judge_groups(groups, looks=looks, **options)
+        assert looks.record(judgement.looked) is None
+        return judgement.rows[1]
+
+    assert judged(3, planned_seeds=5).outcome == "no difference shown"
+    assert not (tmp_path / ".looks.json").exists()
+    assert "seeds were added" not in judged(3).sentence.lower()
+    assert judged(3).comparison.looks == ()  # the same seeds again are no new look
+    later = judged(5)
+    assert later.comparison.looks == (3,)
+    assert "Seeds were added after looking at 3 of them" in later.sentence
+    assert len(find_run_folders([tmp_path])) == 10  # the note is no run
+
+
+def test_runs_above_the_bigram_are_called_undertrained(tmp_path):
+    folders = write_sweep(tmp_path, blocks=("standard",), seeds=(1, 2), diagnostics=False)
+    summary = json.loads((folders[0] / "summary.json").read_text())
+    record(folders[0], "summary.json", summary | {"val/loss": 5.2})
+    notes = " ".join(judge_groups(groups_of(folders)).notes)
+    assert "Undertrained, worse than a bigram table of the training text: standard-seed1." in notes
+
+
+def test_the_headline_names_the_weakest_currency(tmp_path):
+    judgement = judge_groups(groups_of(write_sweep(tmp_path, diagnostics=False)))
+    for row in judgement.rows[1:]:
+        assert [gain.currency for gain in row.gains][-1] == "tokens"  # the synthetic blocks cost more per token
+    assert re.search(
+        r"than standard(, at equal \w+ too| at equal tokens, (but )?not)|every currency", headline(judgement)
+    )

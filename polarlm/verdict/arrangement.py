@@ -1,0 +1,54 @@
+"""Who is compared with whom: baselines in equal surroundings, and the rungs of a ladder."""
+
+import itertools
+from collections.abc import Sequence
+
+from polarlm.errors import UserError, did_you_mean
+from polarlm.verdict.groups import Group
+
+
+def choose_baselines(groups: Sequence[Group], wanted: str | None) -> list[Group | None]:
+    """The baseline of every group: the wanted (or `standard`) block in equal surroundings, else the only candidate."""
+    if len(groups) < 2:
+        return [None] * len(groups)
+    if wanted is not None:
+        candidates = [g for g in groups if wanted in (g.block, g.label)] or [g for g in groups if wanted in g.label]
+        if not candidates:
+            labels = [g.label for g in groups]
+            raise UserError(
+                f"--baseline {wanted!r} is no block or group here. {did_you_mean(wanted, labels)}"
+                f"Choose one of: {', '.join(labels)}"
+            )
+    else:
+        # `groups` is sorted with the standard block first.
+        candidates = [g for g in groups if g.block == groups[0].block]
+        if len(candidates) == len(groups):  # an ablation of one block: the block as shipped, else its first variant
+            candidates = [g for g in groups if g.is_default][:1] or candidates[:1]
+    found: list[Group | None] = []
+    for group in groups:
+        alike = [c for c in candidates if c is group] or [
+            c for c in candidates if c.surroundings() == group.surroundings()
+        ]
+        found.append(alike[0] if alike else candidates[0] if len(candidates) == 1 else None)
+    return found
+
+
+def ladder(groups: Sequence[Group]) -> list[tuple[int, int]]:
+    """(rung, next rung) of a ladder: blocks of which each is a setting or two nearer to the last one; else nothing."""
+    found: list[tuple[int, int]] = []
+    for family in dict.fromkeys(g.family for g in groups):
+        members = [i for i, g in enumerate(groups) if g.family == family]
+        top = next((i for i in members if groups[i].block == family), None)
+        if top is None or len(members) < 3 or len({groups[i].block for i in members}) < len(members):
+            continue
+        order = sorted(members, key=lambda i: -_differing(groups[i], groups[top]))
+        pairs = list(itertools.pairwise(order))
+        if all(_differing(groups[a], groups[b]) <= 2 for a, b in pairs):
+            found += pairs
+    return found
+
+
+def _differing(a: Group, b: Group) -> int:
+    """In how many of the block's own settings two groups differ."""
+    ours, theirs = ({k: v for k, v in g.runs[0].settings.items() if k.startswith("block.")} for g in (a, b))
+    return sum(ours.get(key) != theirs.get(key) for key in ours.keys() | theirs.keys())

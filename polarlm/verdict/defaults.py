@@ -1,0 +1,32 @@
+"""The value that a setting has when nobody sets it: the yaml files that polarlm ships are where it stands."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+# Inside the package in a wheel, beside it in the repository.
+CONFIGS = next((f for f in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if f.is_dir()), _PACKAGE / "configs")
+
+
+def shipped_default(key: str, choices: dict[str, Any]) -> Any:
+    """The default of a dotted key such as `block.nu_t` under the choices of a run (block=polar), or None if unknown."""
+    group, _, name = key.partition(".")
+    choice = choices.get(group)
+    return _settings(group, str(choice)).get(name) if choice and name else None
+
+
+@cache
+def _settings(group: str, choice: str) -> dict[str, Any]:
+    """The settings of configs/<group>/<choice>.yaml on top of those of the files that it starts from."""
+    path = CONFIGS / group / f"{choice}.yaml"
+    if Path(choice).name != choice or not path.is_file():
+        return {}  # a choice of the user's own, or of another version
+    found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    merged: dict[str, Any] = {}
+    for base in found.pop("defaults", []):
+        if isinstance(base, str) and base != "_self_":
+            merged |= _settings(group, base)
+    return merged | {str(k): v for k, v in found.items()}

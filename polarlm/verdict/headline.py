@@ -1,0 +1,65 @@
+"""The finding in one line; it names the weakest currency, not the strongest, and ranks nobody without evidence."""
+
+from collections.abc import Sequence
+
+from polarlm.verdict.comparison import BETTER, EQUIVALENT, NOT_SHOWN, WORSE
+from polarlm.verdict.judgement import COMPARED, UNEQUAL, Judged, Judgement
+
+
+def headline(judgement: Judgement) -> str:
+    """The finding in one line, for the top of the page and the title of its first figure."""
+    judged = [row for row in judgement.rows if row.estimates[judgement.metric].n]
+    compared = [row for row in judgement.rows if row.role == COMPARED and row.comparison is not None]
+    if not judged:
+        return "No run has a result yet"
+    if not compared:
+        if any(row.role == UNEQUAL for row in judgement.rows):
+            return "Unequal budgets: nothing here can be judged"
+        if len(judged) > 1:
+            return "Nothing to compare with"
+        best = judged[0].estimates[judgement.metric]
+        return f"{judged[0].group.label}: {best.mean:.4g} {judgement.measure.title}"
+    baselines = {row.comparison.baseline for row in compared if row.comparison}
+    against = next(iter(baselines)) if len(baselines) == 1 else "their baselines"
+    what = judgement.measure.title
+    lower, higher = ("lower", "higher") if judgement.measure.lower_is_better else ("higher", "lower")
+    parts = []
+    for outcome, words in ((BETTER, f"{lower} {what} than {against}"), (WORSE, f"{higher} {what} than {against}")):
+        rows = [row for row in compared if row.outcome == outcome]
+        if rows:
+            parts.append(f"{_labels(rows)}: {words}{_weakest(rows) if outcome == BETTER else ''}")
+    same = [row for row in compared if row.outcome == EQUIVALENT]
+    if same and judgement.margin:
+        parts.append(f"{_labels(same)}: within {judgement.margin:.3g} {judgement.unit} of {against}")
+    open_ = [row for row in compared if row.outcome == NOT_SHOWN]
+    if open_:
+        between = f"between {_labels(open_)} and {against}" if len(open_) == len(compared) else f"for {_labels(open_)}"
+        parts.append(f"{NOT_SHOWN if parts else NOT_SHOWN.capitalize()} {between}")
+    return "; ".join(parts)
+
+
+def _weakest(rows: Sequence[Judged]) -> str:
+    """At equal what, at least: the currency in which the winner gained least."""
+    words = set()
+    for row in rows:
+        if not row.gains:
+            return " at equal tokens"
+        weakest = row.gains[0]
+        words.add((weakest.currency, weakest.outcome))
+    if len(words) > 1:
+        return ", not by every currency" if any(outcome != BETTER for _, outcome in words) else " by every currency"
+    currency, outcome = words.pop()
+    if outcome == BETTER:
+        factor = min(row.gains[0].factor.mean for row in rows)
+        return f", at equal {currency} too (at least {factor:.2f}×)"
+    if outcome == WORSE:
+        factor = max(row.gains[0].factor.mean for row in rows)
+        return f" at equal tokens, but not at equal {currency} ({factor:.2f}×)"
+    return f" at equal tokens, not shown at equal {currency}"
+
+
+def _labels(rows: Sequence[Judged]) -> str:
+    labels = [row.group.label for row in rows]
+    if len(labels) > 4:
+        return f"{len(labels)} groups"
+    return " and ".join([", ".join(labels[:-1]), labels[-1]] if len(labels) > 1 else labels)

@@ -1,0 +1,138 @@
+"""A comparison in careful words: what is shown, how it is known, what could have been shown, and what it cost."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from polarlm.verdict.budget import describe_budgets
+from polarlm.verdict.comparison import EQUIVALENT, NOT_SHOWN, Comparison
+from polarlm.verdict.currencies import Gain
+from polarlm.verdict.evidence import ALPHA
+from polarlm.verdict.power import seeds_to_decide, smallest_effect
+
+
+def verdict(
+    comparison: Comparison,
+    measure: str,
+    gaps: Mapping[str, float | None] | None = None,
+    gained: Sequence[Gain] = (),
+    head_sizes: tuple[int | None, int | None] = (None, None),
+) -> str:
+    """One careful sentence about a comparison, followed by its power, its gains, its budgets and the head sizes."""
+    c = comparison
+    parts = [_claim(c, measure)]
+    lost = [
+        f"{count} failed or diverged seed{'s' if count > 1 else ''} of {name}"
+        for count, name in zip(c.diverged, (c.treatment, c.baseline))
+        if count
+    ]
+    if lost:
+        parts.append(f"Left out: {' and '.join(lost)}, so no win is claimed for a block that lost seeds.")
+    if c.planned and c.difference.n < c.planned:
+        parts.append(f"{c.difference.n} of {c.planned} planned seeds: no verdict before all are there.")
+    if c.looks:
+        parts.append(
+            f"Seeds were added after looking at {_list(c.looks)} of them: the always-valid rule keeps the error rate."
+        )
+    parts += [*_second_opinions(c), *_power(c, measure)]
+    if gained:
+        parts.append(
+            f"For {c.treatment}'s loss {c.baseline} needs {_words([gain.words() for gain in gained])} "
+            "(above 1: a saving; weakest first)."
+        )
+    if gaps is not None:
+        parts.append(describe_budgets(gaps))
+    if head_sizes[0] and head_sizes[1]:
+        parts.append(
+            f"Head size {head_sizes[0]} in both."
+            if head_sizes[0] == head_sizes[1]
+            else f"Head sizes differ: {head_sizes[0]} against {head_sizes[1]}."
+        )
+    return " ".join(part for part in parts if part)
+
+
+def _claim(c: Comparison, measure: str) -> str:
+    d = c.difference
+    size = f"{signed(d.mean)} {measure}"
+    if d.low is None or d.high is None:
+        return f"{c.treatment}: {NOT_SHOWN} against {c.baseline}: {_why_no_interval(c, size)}"
+    method = "Welch t" if not c.seeds else d.method
+    pairing = f"{d.n} paired seeds" if c.seeds else f"{d.n} seeds each, not paired"
+    p = c.p_adjusted if c.p_adjusted is not None else c.p_value
+    correction = ""
+    if c.family > 1 and c.p_value is not None:
+        correction = f" after Holm over {c.family} comparisons, {probability(c.p_value).lstrip('= ')} alone"
+    evidence = (
+        f"95 % interval {signed(d.low)} to {signed(d.high)}; {pairing}, {method}, "
+        f"p {probability(p if p is not None else math.nan)}{correction}"
+    )
+    if c.outcome == EQUIVALENT and c.margin:
+        return (
+            f"{c.treatment}: no difference from {c.baseline} larger than {c.margin:.3g} {measure} "
+            f"({size}; {evidence}; equivalence p {probability(c.p_equivalent or 0.0)})."
+        )
+    if c.outcome == NOT_SHOWN:
+        return f"{c.treatment}: {NOT_SHOWN} against {c.baseline} ({size}; {evidence})."
+    word = "lower" if d.mean < 0 else "higher"
+    small = f" Yet it is no larger than the margin of {c.margin:.3g}." if c.is_equivalent and c.margin else ""
+    return f"{c.treatment}: {c.outcome} than {c.baseline}, {word} by {abs(d.mean):.3g} {measure} ({evidence}).{small}"
+
+
+def _second_opinions(c: Comparison) -> list[str]:
+    words = []
+    if c.p_unpaired is not None:
+        words.append(f"unpaired p {probability(c.p_unpaired)}")
+    if c.correlation is not None:
+        words.append(f"the seeds' losses correlate by {signed(round(c.correlation, 2))}")
+    if c.p_sign_flip is not None:
+        words.append(f"sign-flip p {probability(c.p_sign_flip)}")
+    return [f"Beside it, each alone: {', '.join(words)}."] if words else []
+
+
+def _power(c: Comparison, measure: str) -> list[str]:
+    if c.evidence is None:
+        return []
+    words = []
+    smallest = smallest_effect(c.evidence, ALPHA / c.family)
+    if smallest is not None:
+        words.append(f"These seeds could show {smallest:.2g} {measure} (four times out of five).")
+    if c.outcome == NOT_SHOWN and not any(c.diverged):
+        wanted = seeds_to_decide(c)
+        words.append(
+            "More than 200 seeds would be needed to decide."
+            if wanted is None
+            else f"About {wanted - c.difference.n} more seed{'s' * (wanted - c.difference.n != 1)} would decide, "
+            "if difference and spread stay."
+        )
+    return words
+
+
+def _why_no_interval(c: Comparison, size: str) -> str:
+    method = c.difference.method
+    if method == "one seed":
+        seed = c.seeds[0] if c.seeds else "?"
+        return f"one shared seed has no interval ({size} at seed {seed}). Train at least three seeds of each."
+    if method == "identical seeds":
+        return f"the seeds gave identical results ({size}), so they are not repetitions. Check that the seed is used."
+    if method == "no shared seed":
+        return f"they share no seed ({size} between the means). Train the same seeds of each."
+    if method == "too few seeds":
+        return f"{c.difference.n} seeds decide nothing once they were looked at one by one ({size})."
+    return "at least one of them has no finite result."
+
+
+def signed(number: float) -> str:
+    """+0.0123 with a real minus sign."""
+    return f"{number:+.3g}".replace("-", "−")
+
+
+def probability(p: float) -> str:
+    """`= 0.032`, or `< 0.001`."""
+    return "< 0.001" if p < 0.001 else f"= {p:.3f}"
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return _words([str(n) for n in numbers])
+
+
+def _words(items: Sequence[str]) -> str:
+    return " and ".join([", ".join(items[:-1]), items[-1]] if len(items) > 1 else list(items))

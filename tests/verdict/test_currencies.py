@@ -1,0 +1,45 @@
+"""What the reference would have to spend for a block's loss, read off its own learning curve."""
+
+import math
+
+import numpy as np
+import pytest
+
+from polarlm.verdict.comparison import BETTER, NOT_SHOWN, WORSE
+from polarlm.verdict.currencies import Curve, cost_at, gains
+
+
+def curve(offset=0.0, slow=1.0, noise=0.0, seed=0, points=40):
+    """Loss falls with the logarithm of tokens; FLOPs and seconds grow with them."""
+    tokens = np.linspace(1e5, 4e6, points)
+    losses = 3.0 - 0.2 * np.log(tokens / 1e5) + offset + noise * np.random.default_rng(seed).normal(size=points)
+    return Curve({"tokens": tokens, "FLOPs": 6e6 * tokens, "seconds": slow * tokens / 1e4}, losses)
+
+
+def test_a_loss_inside_the_curve_is_interpolated_and_one_below_it_extrapolated_up_to_a_limit():
+    reference = curve()
+    at_half = 3.0 - 0.2 * math.log(20)
+    assert cost_at(reference, "tokens", at_half) == pytest.approx(2e6, rel=0.01)
+    assert cost_at(reference, "tokens", reference.losses[-1] - 0.2 * math.log(2)) == pytest.approx(8e6, rel=0.01)
+    assert cost_at(reference, "tokens", 0.1) == pytest.approx(4 * 4e6)
+    assert cost_at(reference, "tokens", 9.0) is None
+    assert cost_at(reference, "metres", at_half) is None
+
+
+def test_the_gain_of_a_slow_but_better_block_is_weakest_in_seconds():
+    ours = {s: curve(offset=-0.04, slow=1.5, noise=0.002, seed=s) for s in range(4)}
+    theirs = {s: curve(noise=0.002, seed=10 + s) for s in range(4)}
+    found = gains(ours, theirs, range(4))
+    assert found[0].currency == "seconds"
+    by_name = {gain.currency: gain for gain in found}
+    # 0.04 lower on a slope of 0.2 per log token is worth exp(0.2) = 1.22 times the tokens.
+    assert by_name["tokens"].factor.mean == pytest.approx(math.exp(0.2), rel=0.03)
+    assert by_name["tokens"].outcome == by_name["FLOPs"].outcome == BETTER
+    assert by_name["seconds"].factor.mean == pytest.approx(math.exp(0.2) / 1.5, rel=0.03)
+    assert by_name["seconds"].outcome == WORSE
+
+
+def test_equal_blocks_gain_nothing():
+    ours = {s: curve(noise=0.01, seed=s) for s in range(5)}
+    theirs = {s: curve(noise=0.01, seed=50 + s) for s in range(5)}
+    assert {gain.outcome for gain in gains(ours, theirs, range(5))} == {NOT_SHOWN}
