@@ -28,7 +28,7 @@ def setting(
 ) -> Any:  # fmt: skip
     """A field of a schema: its default, and what else than its type limits it."""
     limits = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
-    metadata = {name: limit for name, limit in limits.items() if limit is not None}
+    metadata: dict[str, Any] = {name: limit for name, limit in limits.items() if limit is not None}
     if choices is not None:
         metadata["choices"] = tuple(choices)
     if callable(default):

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARED = Path(os.environ.get("POLARLM_SHARED_DATA", ROOT.parent / "shared" / "data"))
+# The product looks only where it is told to; so do the child processes that tests start.
+SHARED = Path(os.environ.setdefault("POLARLM_SHARED_DATA", str(ROOT.parent / "shared" / "data")))
 
 
 @pytest.fixture(autouse=True)

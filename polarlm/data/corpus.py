@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -48,8 +49,23 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies source, tokenizer and options."""
+        """Identifies source, tokenizer and options: under which name a corpus lies in the cache."""
         return self.manifest["fingerprint"]
+
+    @property
+    def content(self) -> str:
+        """Equal for two corpora whose tokens and tokenizer are equal, whatever their files were called or when made.
+
+        What a resumed run and two compared runs must have in common: `data=pydocs` has another content under another
+        Python, a replaced file another one under the same name.
+        """
+        parts: list[Any] = [[part.content, weight] for part, weight in self.parts]
+        if not parts:
+            parts = [[split, self.store(split).fingerprint] for split in self.splits]
+        if self.stream is not None:  # only its head is stored; the rest is known by its source
+            parts.append(self.fingerprint)
+        parts.append(self.manifest["tokenizer"]["fingerprint"])
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @property
     def name(self) -> str:
@@ -65,12 +81,13 @@ class Corpus:
     def describe(self) -> dict[str, Any]:
         """Plain numbers for people and run folders."""
         described: dict[str, Any] = {key: self.manifest[key] for key in ("name", "fingerprint", "tokenizer", "leakage")}
-        described["splits"] = {}
+        described |= {"content": self.content, "splits": {}}
         for split in self.splits:
             store = self.store(split)
             described["splits"][split] = {
                 "documents": store.documents, "tokens": len(store), "bytes": store.bytes,
                 "bytes_per_token": store.bytes_per_token, "unknown": store.summary["unknown"],
+                "content": store.fingerprint,
             }  # fmt: skip
         return described
 

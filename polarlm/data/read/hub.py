@@ -5,9 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import socket
-import threading
-import urllib.parse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +14,7 @@ from polarlm.data.config import DataConfig
 from polarlm.data.read.documents import Piece, documents_by_heading, pieces_of
 from polarlm.data.read.files import checked_text
 from polarlm.errors import UserError
-
-_SECONDS = 4.0
+from polarlm.network import reachable
 
 
 @dataclass(frozen=True)
@@ -144,7 +140,8 @@ def _load(name: str, subset: str | None, revision: str | None, split: str, strea
 
 def go_offline_without_network() -> None:
     """Tell the hub client within seconds that there is no network; by itself it tries for about 25 s, every time."""
-    if os.environ.get("HF_HUB_OFFLINE", "") in ("1", "true", "True") or _reachable():
+    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    if os.environ.get("HF_HUB_OFFLINE", "") in ("1", "true", "True") or reachable(hub):
         return
     os.environ["HF_HUB_OFFLINE"] = "1"
     import datasets.config
@@ -153,25 +150,3 @@ def go_offline_without_network() -> None:
     # Both have read the variable if they were imported before.
     datasets.config.HF_HUB_OFFLINE = True
     huggingface_hub.constants.HF_HUB_OFFLINE = True
-
-
-@functools.lru_cache(maxsize=1)
-def _reachable() -> bool:
-    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
-        return True  # only the proxy knows
-    address = urllib.parse.urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-    answered = threading.Event()
-
-    def connect() -> None:
-        try:
-            port = address.port or (443 if address.scheme == "https" else 80)
-            socket.create_connection((address.hostname or "huggingface.co", port), _SECONDS).close()
-            answered.set()
-        except OSError:
-            pass
-
-    # In a thread, since looking up a name has no time limit of its own.
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(_SECONDS)
-    return answered.is_set()

@@ -21,15 +21,13 @@ from polarlm.errors import UserError
 if TYPE_CHECKING:
     from polarlm.data.tokenizers.config import TokenizerConfig
 
-_PROJECT = Path(__file__).resolve().parents[3]
 _OFFLINE_CHOICES = "Offline and without any files data=pydocs works; your own files work with data=text data.path=…"
 
 
 def raw_folders() -> list[Path]:
-    """Folders in which local copies of public corpora are looked for, first match wins."""
-    shared = os.environ.get("POLARLM_SHARED_DATA") or _PROJECT.parent / "shared" / "data"
-    candidates = [Path("data/raw"), _PROJECT / "data" / "raw", Path(shared)]
-    return [folder for folder in dict.fromkeys(path.resolve() for path in candidates) if folder.is_dir()]
+    """Folders in which local copies of public corpora are looked for: data/raw, then $POLARLM_SHARED_DATA."""
+    named = ["data/raw", os.environ.get("POLARLM_SHARED_DATA")]
+    return [Path(name).resolve() for name in named if name and Path(name).is_dir()]
 
 
 def local_copy(name: str) -> Path | None:

@@ -83,14 +83,12 @@ def _by_rank(keys: list[int], config: SplitConfig) -> SplitPlan:
 class SplitReader:
     """Reads pieces with their split from any saved state on; `state` is the place after the last piece given out.
 
-    data.max_bytes limits every split of its own (or the whole text, where it is divided here), at a document's end.
+    data.max_bytes limits every split of its own (or all the text, where it is divided here); the last document is cut.
     """
 
     def __init__(self, source: Source, plan: SplitPlan, state: dict[str, Any] | None = None):
         self.source, self.plan = source, plan
-        self.state: dict[str, Any] = dict(
-            state or {"unit": 0, "piece": 0, "bytes": 0, "read": {}, "split": None, "inside": False}
-        )
+        self.state: dict[str, Any] = dict(state or {"unit": 0, "piece": 0, "bytes": 0, "read": {}, "split": None})
         self.at_piece_end = True  # false between the parts of a piece that was cut at a split's border
 
     def __iter__(self) -> Iterator[Piece]:
@@ -99,23 +97,26 @@ class SplitReader:
             own = self.source.units[number].split
             skip = self.state["piece"] if number == self.state["unit"] else 0
             group = own or "all"
-            if limit and self.state["read"].get(group, 0) >= limit and not self.state["inside"]:
+            if limit and self.state["read"].get(group, 0) >= limit:
                 continue
             for index, piece in enumerate(self.source.units[number].pieces()):
                 if index < skip:
                     continue
+                raw = piece.text.encode()
+                seen = self.state["read"].get(group, 0) + len(raw)
+                if limit and seen >= limit:
+                    raw = raw[: _character_boundary(raw, len(raw) - (seen - limit))]
+                    piece = replace(piece, text=raw.decode(), last=True)
                 given = self._assign(piece, own)
                 self.at_piece_end = False
                 yield from given[:-1]
-                size = len(piece.text.encode())
-                read = {**self.state["read"], group: self.state["read"].get(group, 0) + size}
                 self.state = {
-                    "unit": number, "piece": index + 1, "bytes": self.state["bytes"] + size, "read": read,
-                    "split": given[-1].split, "inside": not piece.last,
+                    "unit": number, "piece": index + 1, "bytes": self.state["bytes"] + len(raw),
+                    "read": {**self.state["read"], group: min(seen, limit or seen)}, "split": given[-1].split,
                 }  # fmt: skip
                 self.at_piece_end = True
                 yield given[-1]
-                if limit and read[group] >= limit and piece.last:
+                if limit and seen >= limit:
                     break
 
     def _assign(self, piece: Piece, own: str | None) -> list[Piece]:

@@ -35,8 +35,10 @@ def corpus_fingerprint(config: DataConfig, tokens: TokenizerConfig, source: Sour
         "format": FORMAT, "source": source.fingerprint(), "section_bytes": section_bytes, "split": asdict(config.split),
         "tokenizer": tokens.identity(), "column": config.column, "separator": config.document_separator,
         "start": config.document_start, "eos": config.append_eos, "newlines": config.newlines, "errors": config.errors,
-        "max_bytes": config.max_bytes, "name": config.name,
+        "max_bytes": None, "name": config.name,
     }  # fmt: skip
+    if config.max_bytes is not None:
+        parts["cut_at"] = config.max_bytes
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

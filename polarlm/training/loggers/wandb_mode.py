@@ -6,20 +6,16 @@ import configparser
 import json
 import netrc
 import os
-import threading
-import urllib.error
-import urllib.request
-from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
+from polarlm import network
 from polarlm.errors import UserError
 
 Mode = Literal["online", "offline", "disabled"]
 MODES = ("auto", "online", "offline")
 SERVER = "https://api.wandb.ai"
-PATIENCE = 4.0  # seconds to find out whether the server answers
 
 
 def choose_mode(wanted: str) -> tuple[Mode, str | None]:
@@ -69,25 +65,7 @@ def logged_in() -> bool:
     return False
 
 
-@lru_cache(maxsize=4)
 def reachable(url: str) -> bool:
-    """Whether the server answers a question within a few seconds; asked once per process, proxies respected."""
+    """Whether wandb's server at `url` answers."""
     question = json.dumps({"query": "query { serverInfo { cliVersionInfo } }"}).encode()
-    request = urllib.request.Request(f"{url.rstrip('/')}/graphql", question, {"Content-Type": "application/json"})
-    answered = threading.Event()
-
-    def ask() -> None:
-        try:
-            urllib.request.urlopen(request, timeout=PATIENCE).close()
-            answered.set()
-        except urllib.error.HTTPError as error:
-            if error.code < 500:  # it refuses the question, so it is there
-                answered.set()
-        except (OSError, ValueError):
-            pass
-
-    # Name resolution knows no timeout, so the question is asked in a thread that may be left behind.
-    thread = threading.Thread(target=ask, name="wandb-reachable", daemon=True)
-    thread.start()
-    thread.join(PATIENCE + 1)
-    return answered.is_set()
+    return network.reachable(f"{url.rstrip('/')}/graphql", question)

@@ -46,6 +46,20 @@ def test_an_epoch_covers_the_text_and_the_next_is_ordered_otherwise(corpus: Corp
     assert not np.array_equal(*epochs)
 
 
+def test_an_epoch_is_every_whole_window_once_at_one_phase_and_phases_differ(corpus: Corpus) -> None:
+    store, context = corpus.store("train"), 64
+    sequences = WindowSequences(store, context, seed=3)
+    count, last = (len(store) - 1) // context, len(store) - 1 - context
+    phases, ends = [], []
+    for epoch in range(12):
+        begins = np.sort(sequences.begins(np.arange(epoch * count, (epoch + 1) * count)))
+        phases.append(int(begins[0]))
+        ends.append(int(begins[-1]))
+        assert np.array_equal(begins, np.minimum(np.arange(count) * context + phases[-1], last))
+    assert max(phases) < context and len(set(phases)) > 6
+    assert max(ends) == last  # some epoch trains on the very last token
+
+
 @pytest.mark.parametrize(("world", "micro", "accumulate"), [(1, 16, 1), (2, 8, 1), (4, 4, 1), (2, 4, 2), (1, 4, 4)])
 def test_ranks_and_micro_batches_give_the_same_global_batches(
     corpus: Corpus, world: int, micro: int, accumulate: int
@@ -137,6 +151,28 @@ def test_evaluation_order_is_the_text(corpus: Corpus) -> None:
     store = corpus.store("val")
     targets = torch.cat([batch["targets"].flatten() for batch in EvalBatches(store, 48, 5)])
     assert targets[targets != IGNORED].tolist() == store[1:].tolist()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_evaluation_counts_targets_across_document_borders_only_without_the_mask(corpus: Corpus, world: int) -> None:
+    store, eos = corpus.store("val"), corpus.tokenizer.eos_id
+    inner_borders = store.documents - 1  # every document but the first is entered from its predecessor's end
+    for mask, wanted in ((False, len(store) - 1), (True, len(store) - 1 - inner_borders)):
+        batches = [b for rank in range(world) for b in EvalBatches(store, 48, 5, rank, world, mask_documents=mask)]
+        tokens, targets = (torch.cat([batch[name] for batch in batches]) for name in ("tokens", "targets"))
+        assert (targets != IGNORED).sum() == wanted
+        crossing = (tokens == eos) & (targets != IGNORED)
+        assert crossing.sum() == (0 if mask else inner_borders)
+        if not mask:
+            assert "documents" not in batches[0]
+            continue
+        documents = torch.cat([batch["documents"] for batch in batches])
+        inside = (documents[:, 1:] == documents[:, :-1]) & (targets[:, :-1] != IGNORED)
+        inside &= tokens[:, 1:] != 0  # what fills the last window
+        # Within a document the next token is the target; behind its end another number begins.
+        assert torch.equal(targets[:, :-1][inside], tokens[:, 1:][inside])
+        ends = (tokens[:, :-1] == eos) & (targets[:, 1:] != IGNORED)
+        assert (documents[:, 1:][ends] == documents[:, :-1][ends] + 1).all() and ends.sum() > 10
 
 
 def test_a_context_longer_than_the_text_is_refused(corpus_of: Build) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from polarlm.data.config import DataConfig, SplitConfig, read_config
 from polarlm.data.read.source import Source, open_source
-from polarlm.data.read.splits import SplitReader, plan_splits
+from polarlm.data.read.splits import SplitPlan, SplitReader, plan_splits
 from polarlm.errors import UserError
 from tests.data.conftest import made_up_documents
 
@@ -70,6 +70,25 @@ def test_a_byte_limit_holds_for_every_own_split(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{name} {i:04d}"}}\n' for i in range(100)))
     found = split(source_of(tmp_path, max_bytes=200))
     assert [len(found["train"]), len(found["val"])] == [20, 20]
+
+
+@pytest.mark.parametrize("limit", [1, 100, 101, 102, 103, 5000, 2_500_000])
+def test_a_byte_limit_cuts_a_single_long_document(tmp_path: Path, limit: int) -> None:
+    text = "naïve 北京 " * 300_000  # several pieces
+    (tmp_path / "one.txt").write_text(text)
+    source = source_of(tmp_path / "one.txt", max_bytes=limit)
+    pieces = list(SplitReader(source, SplitPlan("position", 10**9, 10**9)))
+    read = "".join(piece.text for piece in pieces)
+    assert text.startswith(read) and limit - 3 < len(read.encode()) <= limit
+    assert pieces[-1].last and not any(piece.last for piece in pieces[:-1])
+
+
+def test_a_byte_limit_cuts_the_last_of_several_documents_and_reads_no_further_file(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{name} {i:04d}"}}\n' for i in range(100)))
+    source = source_of(tmp_path, max_bytes=303)
+    pieces = list(SplitReader(source, SplitPlan("own")))
+    assert [piece.text for piece in pieces] == [f"a {i:04d}" for i in range(50)] + ["a 0"]
 
 
 def test_reading_on_from_any_state_gives_the_rest(folder_of: Write) -> None:

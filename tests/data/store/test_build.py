@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from polarlm.data import Corpus, build_corpus
+from polarlm.data.store.leakage import paragraphs
 from polarlm.errors import UserError
 from tests.data.conftest import made_up_documents
 
@@ -168,3 +169,25 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
         child.join()
     # 2 MB against 23 MB of text; ru_maxrss is in KiB.
     assert peaks[1] - peaks[0] < 12_000, peaks
+
+
+def test_leakage_is_found_across_sections(tmp_path: Path) -> None:
+    train = made_up_documents(400)
+    # From the first, a middle and the last section of train; val itself spans several sections.
+    copied = [train[0], train[200], train[399]]
+    fresh = [f"Fresh {number}. {text}" for number, text in enumerate(made_up_documents(300, seed=9))]
+    fresh[150] += "\n\n" + "y" * 70
+    train[300] += "\n\n" + "y" * 70  # one paragraph of train inside a document of its own
+    val = fresh[:100] + copied[:1] + fresh[100:200] + copied[1:] + fresh[200:]
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    jsonl(texts / "train.jsonl", train)
+    jsonl(texts / "valid.jsonl", val)
+    corpus = build(texts, tmp_path / "cache", "byte", split={"rule": "own"})
+    assert min(len(corpus.manifest["splits"][split]["shards"]) for split in ("train", "val")) > 2
+    leakage = corpus.manifest["leakage"]["val"]
+    assert leakage["documents"] == {"checked": 303, "in_train": 3}
+    seen = {paragraph for text in train for paragraph in paragraphs(text)}
+    blocks = [paragraph for text in val for paragraph in paragraphs(text)]
+    wanted = {"checked": len(blocks), "in_train": sum(block in seen for block in blocks)}
+    assert leakage["paragraphs"] == wanted and wanted["in_train"] >= 4

@@ -1,6 +1,7 @@
 import json
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -123,6 +124,30 @@ def test_large_stores_are_checked_when_a_file_has_changed(
     (corpus.folder / "val-00000.bin").touch()
     find_damage(corpus)
     assert calls
+
+
+def test_content_is_the_tokens_not_their_place_name_or_time(documents: list[str], tmp_path: Path) -> None:
+    def build(name: str, texts: list[str], kind: str = "byte") -> Corpus:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        data = {"name": name, "path": str(tmp_path / name), "split": {"rule": "hash", "val": 0.1}}
+        return build_corpus(data, {"kind": kind}, tmp_path / "cache")
+
+    first, same = build("first", documents), build("second", documents)
+    assert first.fingerprint != same.fingerprint and first.content == same.content
+    assert first.describe()["content"] == first.content
+    assert build("third", documents[:-1] + [documents[-1] + "!"]).content != first.content
+    assert build("fourth", documents, "char").content != first.content
+
+
+def test_the_content_of_a_mixture_depends_on_parts_and_weights(documents: list[str], corpus_of: Build) -> None:
+    parts = [corpus_of(documents), corpus_of(documents[:100])]
+    contents = {
+        replace(parts[0], parts=[(parts[0], weight), (parts[which], 1.0)]).content
+        for weight in (1.0, 2.0)
+        for which in (0, 1)
+    }
+    assert len(contents) == 4
 
 
 def test_a_store_travels_to_a_worker_without_its_tokens(documents: list[str], corpus_of: Build) -> None:

@@ -1,9 +1,11 @@
 import json
 import lzma
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from polarlm.data import build_corpus
 from polarlm.data.read.documents import pieces_of
 from polarlm.data.tokenizers.bpe import SubwordTokenizer
 from polarlm.data.tokenizers.config import make_tokenizer, read_tokenizer_config
@@ -136,6 +138,20 @@ def test_wrong_tokenizer_settings_say_what_is_allowed(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=r"not a readable tokenizer.json"):
         SubwordTokenizer.from_file(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "word"])
+@pytest.mark.parametrize("mixture", [False, True])
+def test_a_vocabulary_is_learned_from_the_train_split_alone(tmp_path: Path, kind: str, mixture: bool) -> None:
+    for name, text in (("train", "the cat sat on the mat\n"), ("valid", "zyzzyva\n"), ("test", "quokka\n")):
+        (tmp_path / f"{name}.txt").write_text(text * 500)
+    data: dict[str, Any] = {"path": f"{tmp_path}/*.txt", "split": {"rule": "own"}}
+    if mixture:
+        data = {"name": "m", "source": "mixture", "parts": {"a": {**data, "name": "a"}}, "weights": {"a": 1}}
+    corpus = build_corpus(data, {"kind": kind, "vocab_size": 400}, tmp_path / "cache")
+    saved = json.loads((corpus.folder / "tokenizer" / "tokenizer.json").read_text())
+    learned = "".join(saved["model"]["vocab"])
+    assert "cat" in learned and "zyz" not in learned and "quo" not in learned
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 
+from polarlm import network
 from polarlm.attention import PolarAttention
 from polarlm.diagnostics import run_probe
 from polarlm.errors import UserError
@@ -48,7 +49,7 @@ def _no_account(monkeypatch, tmp_path):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(loggers_module, "_told", set())
-    wandb_mode.reachable.cache_clear()
+    network.reachable.cache_clear()
 
 
 def runs_of(folder):
@@ -199,10 +200,10 @@ class TestMode:
         began = time.perf_counter()
         chosen, note = wandb_mode.choose_mode(mode)
         assert chosen == "offline" and "does not answer" in note and "\n" not in note
-        assert time.perf_counter() - began < wandb_mode.PATIENCE + 2
+        assert time.perf_counter() - began < network.PATIENCE + 2
 
     def test_a_server_that_accepts_but_never_answers_is_given_up(self, monkeypatch):
-        monkeypatch.setattr(wandb_mode, "PATIENCE", 0.3)
+        monkeypatch.setattr(network, "PATIENCE", 0.3)
         with socket.socket() as server:
             server.bind(("127.0.0.1", 0))
             server.listen()
