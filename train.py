@@ -1,16 +1,6 @@
-"""Train one run, or a sweep of them: `python train.py --help`."""
+"""Train one run, or a sweep of them: `python train.py --help`. Installed, the same is `polarlm train`."""
 
-from omegaconf import DictConfig
-
-from polarlm.launch.entry import run
-
-
-def main(cfg: DictConfig) -> float:
-    """One run; returns its validation loss, which sweepers may minimise."""
-    from polarlm.launch.train import train
-
-    return train(cfg)
-
+from polarlm.launch.entry import train
 
 if __name__ == "__main__":
-    run(main, "train")
+    train()

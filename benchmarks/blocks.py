@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -14,10 +13,10 @@ from torch import Tensor, nn
 
 from benchmarks.timing import interleaved
 from polarlm.attention.kernels import DirectionalNoise, RadialNoise, RobustCall, robust_attention
+from polarlm.locations import CONFIGS
 from polarlm.model import GPT, GPTConfig
 from polarlm.training.loggers.throughput import measured_peak
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 # Name in the table -> (yaml of configs/block, what differs from it).
 BLOCKS: dict[str, tuple[str, dict]] = {
     "standard": ("standard", {}),

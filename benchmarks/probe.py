@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from benchmarks.spine import ROOT, composed
+from benchmarks.spine import composed
 from polarlm.diagnostics import run_probe
+from polarlm.locations import CONFIGS
 from polarlm.training.job import Job, build_job
 from polarlm.training.loggers.sinks import build_loggers, finish_loggers
 from polarlm.training.optimiser import build_adamw
@@ -35,7 +36,7 @@ from polarlm.training.quiet import quiet_libraries
 def measure(overrides: list[str], rounds: int, steps: int, compiled: bool) -> dict[str, float | str]:
     """Seconds per step and per probe (medians over rounds) and the share of training time at the default interval."""
     config = composed(overrides, steps)
-    diagnostics = OmegaConf.load(ROOT / "configs" / "diagnostics" / "default.yaml")
+    diagnostics = OmegaConf.load(CONFIGS / "diagnostics" / "default.yaml")
     config["logger"] = {"kind": "wandb", "project": "benchmark", "entity": None, "mode": "offline"}
     os.environ["WANDB_MODE"] = "offline"
     job = build_job(config)

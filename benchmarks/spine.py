@@ -21,12 +21,11 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from polarlm.locations import CONFIGS
 from polarlm.training.fit import fit
 from polarlm.training.job import Job, build_job
 from polarlm.training.optimiser import build_adamw
 from polarlm.training.quiet import quiet_libraries
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def composed(overrides: list[str], steps: int) -> dict:
@@ -38,7 +37,7 @@ def composed(overrides: list[str], steps: int) -> dict:
         "diagnostics=off",
         f"trainer.checkpoint_every={10**6}",
     ]
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         cfg = compose("train", overrides=[*overrides, *quiet], return_hydra_config=True)
         choices = cfg.hydra.runtime.choices
         OmegaConf.set_struct(cfg, False)

@@ -1,16 +1,14 @@
 """Every shipped choice composes, and what it composes to can be built."""
 
-from pathlib import Path
-
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from polarlm.locations import CONFIGS
 from polarlm.model import GPTConfig
 from polarlm.training.batching import plan_batches, total_steps
 from polarlm.training.schedule import learning_rate_factor
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 GROUPS = ("model", "data", "tokenizer", "optim", "schedule", "trainer", "logger", "diagnostics")
 
 

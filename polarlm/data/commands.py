@@ -13,8 +13,8 @@ from polarlm.data.corpus import Corpus, build_corpus, find_damage, prepared_corp
 from polarlm.data.order.permutation import Permutation, key
 from polarlm.data.store.tokens import TokenStore
 from polarlm.errors import UserError
+from polarlm.locations import CONFIGS, own_configs
 
-_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 _BAR = 40
 
 
@@ -49,9 +49,11 @@ def compose(choices: list[str]) -> tuple[dict[str, Any], dict[str, Any], str]:
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
 
+    own = own_configs()
+    found = [f"hydra.searchpath=[{own.as_uri()}]"] if own else []
     try:
-        with initialize_config_dir(str(_CONFIGS), version_base="1.3"):
-            config: Any = OmegaConf.to_container(hydra_compose("train", choices), resolve=False)
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            config: Any = OmegaConf.to_container(hydra_compose("train", [*choices, *found]), resolve=False)
     except HydraException as error:
         raise UserError(f"{str(error).splitlines()[0]}. Corpora: {', '.join(corpora())}.") from None
     plain: Any = OmegaConf.to_container(
@@ -62,7 +64,8 @@ def compose(choices: list[str]) -> tuple[dict[str, Any], dict[str, Any], str]:
 
 def corpora() -> list[str]:
     """The names that `data=` knows."""
-    return sorted(path.stem for path in (_CONFIGS / "data").glob("*.yaml"))
+    folders = [folder for folder in (CONFIGS, own_configs()) if folder]
+    return sorted({path.stem for folder in folders for path in (folder / "data").glob("*.yaml")})
 
 
 def prepare(options: argparse.Namespace) -> int:

@@ -17,6 +17,28 @@ from polarlm.launch.sweep import print_sweep_summary
 Task = Callable[[DictConfig], float]
 
 
+def train(arguments: Sequence[str] | None = None) -> None:
+    """`python train.py …` and `polarlm train …`."""
+
+    def task(cfg: DictConfig) -> float:
+        from polarlm.launch.train import train
+
+        return train(cfg)
+
+    run(task, "train", arguments)
+
+
+def evaluate(arguments: Sequence[str] | None = None) -> None:
+    """`python eval.py …` and `polarlm eval …`."""
+
+    def task(cfg: DictConfig) -> float:
+        from polarlm.launch.evaluate import evaluate_run
+
+        return evaluate_run(cfg)
+
+    run(task, "eval", arguments)
+
+
 def run(task: Task, config_name: str, arguments: Sequence[str] | None = None) -> None:
     """Compose `config_name` with the command line and run `task`, once or for every job of a sweep; then exit."""
     global _debug
@@ -54,7 +76,8 @@ def start(task: Task, config_name: str) -> None:
     """Hand over to Hydra, which reads sys.argv."""
     import hydra
 
-    from polarlm.launch.plugins import CONFIGS, register_plugins
+    from polarlm.launch.plugins import register_plugins
+    from polarlm.locations import CONFIGS
 
     register_plugins()
     hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(task)()

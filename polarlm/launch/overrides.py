@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from polarlm.errors import UserError, did_you_mean
-from polarlm.launch.plugins import CONFIGS, register_plugins
+from polarlm.launch.plugins import register_plugins
+from polarlm.locations import CONFIGS
 
 
 @dataclass(frozen=True)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+from polarlm.locations import own_configs
 
 
 class UserConfigs(SearchPathPlugin):
     """A folder `configs` where the command is typed adds choices to ours: configs/block/mine.yaml makes block=mine."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        own = Path.cwd() / "configs"
-        if own.is_dir() and own.resolve() != CONFIGS:
-            search_path.append(provider="polarlm-user", path=own.resolve().as_uri())
+        if (own := own_configs()) is not None:
+            search_path.append(provider="polarlm-user", path=own.as_uri())
 
 
 def register_plugins() -> None:

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from polarlm.errors import UserError
 from polarlm.launch.table import final_table
+from polarlm.locations import CONFIGS
 from polarlm.runs.files import read_json
 from polarlm.training.loggers.sinks import command_overrides, sweep_group
 from polarlm.training.loop import RESULT_VARIABLE, train_run
@@ -47,11 +48,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     choices = HydraConfig.get().runtime.choices
     config["choices"] = {k: v for k, v in choices.items() if "hydra" not in k and v is not None}
-    known = (
-        set(OmegaConf.load(Path(__file__).resolve().parents[2] / "configs" / "train.yaml"))
-        | set(GROUP_KEYS)
-        | {"choices"}
-    )
+    known = set(OmegaConf.load(CONFIGS / "train.yaml")) | set(GROUP_KEYS) | {"choices"}
     for key in config.keys() - known:
         warnings.warn(f"The setting '{key}' is not known to polarlm and has no effect", stacklevel=2)
     config["group"] = config["group"] or sweep_group(config, *command_overrides())
@@ -74,6 +71,11 @@ def train_and_tell(config: dict[str, Any]) -> float:
     return float(result.summary["val/loss"])
 
 
+def verb_command() -> list[str]:
+    """The file and verb that started this process: train.py, or the installed command and its `train`."""
+    return [sys.argv[0]] if Path(sys.argv[0]).name == "train.py" else [sys.argv[0], "train"]
+
+
 def train_in_own_process(overrides: list[str]) -> float:
     """A sweep's job with several processes: started on its own, so that its ranks do not start the sweep again."""
     from hydra.core.hydra_config import HydraConfig
@@ -82,7 +84,7 @@ def train_in_own_process(overrides: list[str]) -> float:
     with tempfile.TemporaryDirectory() as place:
         told = Path(place) / "folder"
         done = subprocess.run(
-            [sys.executable, sys.argv[0], *overrides, f"hydra.job.name={job.name}"],
+            [sys.executable, *verb_command(), *overrides, f"hydra.job.name={job.name}"],
             check=False,
             env={**os.environ, RESULT_VARIABLE: str(told)},
         )

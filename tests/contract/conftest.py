@@ -2,16 +2,15 @@
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
+from polarlm.locations import CONFIGS
 from polarlm.model import GPT, GPTConfig
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 BLOCKS = sorted(path.stem for path in (CONFIGS / "block").glob("*.yaml"))
 # Blocks with Python of their own; the others are the same code with other switches.
 CLASSES = [name for name in BLOCKS if "_target_" in (CONFIGS / "block" / f"{name}.yaml").read_text()]

@@ -1,0 +1,18 @@
+"""Where things lie. Runs and caches are below the current folder; what is shipped is found from here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent
+# A wheel carries the configuration inside the package; a checkout has it beside the package, at the top.
+CONFIGS = next(
+    (folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if (folder / "train.yaml").is_file()),
+    _PACKAGE / "configs",
+)
+
+
+def own_configs() -> Path | None:
+    """A folder `configs` where the command is typed: its choices join ours (configs/block/mine.yaml: block=mine)."""
+    own = Path.cwd() / "configs"
+    return own.resolve() if own.is_dir() and own.resolve() != CONFIGS else None

@@ -1,0 +1,193 @@
+"""Two hundred wrong inputs: exit code 2, one sentence, nothing written, and no waiting for torch."""
+
+import pytest
+
+from tests.launch.forked import Fork
+
+# key: values that must be refused, as typed.
+WRONG_VALUES = {
+    "seed": "-1 1.5 one null true [1]",
+    "name": "a/b .. . '' [a] true {a:1} ../x",
+    "group": "[a] true ''",
+    "resume": "maybe true null 1 Auto",
+    "runs_dir": "null '' 3 [a]",
+    "cache_dir": "null '' true",
+    "sample.prompt": "null [a] 3",
+    "sample.tokens": "-1 1.5 many null true",
+    "sample.temperature": "-0.1 hot null nan inf",
+    "sample.top_k": "0 -3 2.5 few",
+    "trainer.max_steps": "1.5 0 -1 many true [3] nan",
+    "trainer.max_tokens": "0 -5 1.5 inf lots",
+    "trainer.batch_tokens": "0 -128 null big 128.5 1000",
+    "trainer.micro_batch_tokens": "0 null -1 x",
+    "trainer.log_every": "0 -1 null often 2.5",
+    "trainer.val_every": "0 -1 null",
+    "trainer.checkpoint_every": "0 -1 null 1.5",
+    "trainer.devices": "0 -1 two null 1.5 [0]",
+    "trainer.nodes": "0 -2 null",
+    "trainer.accelerator": "gpuu null 1 true toaster",
+    "trainer.precision": "fp7 32 bf16 null true",
+    "trainer.strategy": "dpp null true fsdp2",
+    "trainer.compile": "maybe null 1 yess",
+    "trainer.deterministic": "maybe null 1",
+    "optim.lr": "0 -1e-3 fast null nan inf true",
+    "optim.weight_decay": "-1 null heavy inf",
+    "optim.eps": "0 -1e-8 null",
+    "optim.betas": "[0.9] 0.9 null [0.9,1.0] [0.9,-0.1] [0.9,x] [0.9,0.95,0.99]",
+    "optim.estimator_lr_factor": "-1 null x",
+    "optim.grad_clip": "0 -1 x true",
+    "schedule.warmup_fraction": "-0.1 1.5 null x",
+    "schedule.warmup_tokens": "-1 1.5 x 1e12",
+    "schedule.final_factor": "-3 2 null x",
+    "logger.mode": "sometimes null true",
+    "logger.project": "null a/b ''",
+    "diagnostics.every": "-1 null 1.5",
+    "diagnostics.tokens": "0 -1 null",
+    "diagnostics.length": "0 null x",
+    "model.d_model": "0 -8 null x 1.5 130",
+    "model.n_layer": "0 -1 null 2.5",
+    "model.n_head": "0 5 null x",
+    "model.n_kv_head": "0 3 x 2.5",
+    "model.head_dim": "0 3 x",
+    "model.context": "0 -1 null x",
+    "model.ffn": "relu null 3 swigluu",
+    "model.ffn_mult": "0 -1 null x",
+    "model.dropout": "-0.1 1 x null",
+    "model.tie_embeddings": "maybe null 1",
+    "model.rope_base": "0 -1 null",
+    "model.norm_eps": "0 null",
+    "model.checkpointing": "maybe null",
+    "data.eval_tokens": "-1 0 1.5 x",
+    "data.packing": "tight null true",
+    "data.mask_documents": "maybe null",
+    "data.append_eos": "perhaps 1",
+    "data.newlines": "crlf null",
+    "data.errors": "loud",
+    "data.max_bytes": "0 -1 x 1.5",
+    "data.split.rule": "random null",
+    "data.split.val": "-0.1 1 x",
+    "data.split.test": "1.5 -1",
+    "data.source": "disk",
+    "data.name": "../x '' a/b",
+    "data.streaming": "maybe",
+    "data.stream_head_bytes": "0 -1",
+    "data.document_start": "'['",
+    "tokenizer.vocab_size": "0 -5 x null 1.5",
+    "tokenizer.min_frequency": "0 -1 x",
+    "tokenizer.kind": "bpp",
+    "tokenizer.special_tokens": "x [1]",
+    "tokenizer.train_bytes": "0 x",
+}
+WRONG_BLOCK_VALUES = {
+    "block.kernel": "studnt null 3",
+    "block.projection": "globall true",
+    "block.norm_position": "middle",
+    "block.norm_scope": "both",
+    "block.residual_form": "half",
+    "block.lift": "3 0 x",
+    "block.backend": "cuda",
+    "block.rotate_values": "maybe 1",
+    "block.norm_values": "perhaps",
+    "block.mu_spread": "wide",
+    "block.nu_t": "0 -1 x [1,-2] null inf",
+    "block.nu_r": "0 [1,2]",
+    "block.eta_tk": "-0.1 x",
+    "block.m_inf": "-1 null",
+    "block.mu": "-0.5 null",
+    "block.radius": "0 -1",
+    "block.alpha": "-1 x",
+    "block.beta": "-1",
+    "block.frozen": "alpha [1]",
+}
+OTHERS = [
+    (["block=plar"], "polar"),
+    (["block=polar,standard"], "-m"),
+    (["model=nanno"], "nano"),
+    (["data=wikitext3"], "wikitext2"),
+    (["tokenizer=bpee"], "bpe"),
+    (["optim=adam"], "adamw"),
+    (["schedule=cosin"], "cosine"),
+    (["trainer=gpuu"], "gpu"),
+    (["logger=wanb"], "wandb"),
+    (["diagnostics=of"], "off"),
+    (["experiment=nonexistent"], "experiment"),
+    (["sweep=nuu"], "nu"),
+    (["hydra/launcher=nowhere"], "basic"),
+    (["block=standard", "block.nu_t=3"], "block.nu_t"),
+    (["trainer.max_step=3"], "trainer.max_steps"),
+    (["max_steps=3"], "trainer.max_steps"),
+    (["+trainer.foo=3"], "trainer.foo"),
+    (["+logger.api_key=secret"], "logger.api_key"),
+    (["+model.vocab_size=3"], "tokenizer"),
+    (["+block.foo=3"], "block.foo"),
+    (["+data.note=x"], "data.note"),
+    (["+optim.momentum=0.9"], "optim.momentum"),
+    (["+seed=3"], "without the +"),
+    (["~seed"], "~seed"),
+    (["~optim"], "optim"),
+    (["~trainer.max_steps"], "trainer.max_steps"),
+    (["polar"], "key=value"),
+    (["--multrun"], "--multirun"),
+    (["--seed", "3"], "--seed"),
+    (["--cfg", "everything"], "--hydra-help"),
+    (["optim.lr=[1"], "optim.lr"),
+    (["name=${nothing}"], "name"),
+    (["seed=${oc.env:NO_SUCH_VARIABLE}"], "seed"),
+    (["trainer=3"], "trainer"),
+    (["trainer.max_steps=null", "trainer.max_tokens=null"], "trainer.max_steps"),
+    (["schedule=wsd", "schedule.decay_fraction=0.99", "schedule.warmup_fraction=0.5"], "decay"),
+    (["data.split.val=0.6", "data.split.test=0.6"], "data.split"),
+    (["model.d_model=30", "model.n_head=2"], "odd"),
+    (["trainer.devices=3"], "trainer.batch_tokens"),
+    (["-m", "seed=x,y"], "seed"),
+    (["-m", "block=polar,plar"], "plar"),
+    (["-m", "optim.lr=interval(0,1)"], "interval"),
+]
+EVAL = [
+    ([], "checkpoint"),
+    (["checkpoint=null"], "checkpoint"),
+    (["checkpoint=x", "data=text"], "data"),
+    (["checkpoint=x", "split=valid"], "val"),
+    (["checkpoint=x", "device=tpu"], "device"),
+    (["chekpoint=x"], "checkpoint"),
+    (["checkpoint=x", "cache_dir=null"], "cache_dir"),
+    (["checkpoint=x", "seed=1"], "seed"),
+]
+CASES = [(["train.py", f"{key}={value}"], key) for key, text in WRONG_VALUES.items() for value in text.split()]
+CASES += [
+    (["train.py", "block=polar", f"{key}={value}"], key)
+    for key, text in WRONG_BLOCK_VALUES.items()
+    for value in text.split()
+]
+CASES += [(["train.py", *arguments], word) for arguments, word in OTHERS]
+CASES += [(["eval.py", *arguments], word) for arguments, word in EVAL]
+
+
+@pytest.fixture(scope="module")
+def fork():
+    parent = Fork()
+    yield parent
+    parent.close()
+
+
+def test_there_are_many():
+    assert len(CASES) >= 200
+
+
+@pytest.mark.parametrize(("command", "word"), CASES, ids=[" ".join(command) for command, _ in CASES])
+def test_a_wrong_input_is_one_sentence_and_exit_code_2(fork, tmp_path, command, word):
+    done = fork.run(tmp_path, *command)
+    assert done.code == 2, done.out
+    lines = done.out.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), done.out
+    assert word in lines[0]
+    assert list(tmp_path.iterdir()) == []
+    assert done.heavy == []
+    assert done.seconds < 2
+
+
+def test_a_right_input_would_have_got_further(fork, tmp_path):
+    done = fork.run(
+        tmp_path, "train.py", "--cfg", "job", "trainer.max_steps=2e3", "block=polar", "block.nu_t=[1,2,3,4]"
+    )
+    assert done.code == 0 and "max_steps: 2000" in done.out and "Traceback" not in done.out
