@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from polarlm.attention.estimator import Estimator, refuse_noiseless, scalar
 from polarlm.attention.mixer import (
@@ -75,7 +76,7 @@ class PolarLiteralAttention(Mixer):
         p, rotary, record = self.estimator.read(), context.rotary, context.record
         with torch.autocast(x.device.type, enabled=False):  # scores and norms in fp32 or better
             wide = torch.promote_types(x.dtype, torch.float32)
-            q, k, v = self.qkv(x.to(wide)).chunk(3, dim=-1)  # (B, T, 2d)
+            q, k, v = functional.linear(x.to(wide), self.qkv.weight.to(wide)).chunk(3, dim=-1)  # (B, T, 2d)
             m = torch.linalg.vector_norm(v, dim=-1)  # (B, T): L2, as printed
             q, k, v = (self._on_radius(part, p["radius"]) for part in (q, k, v))
             q_turned, k_turned, v_turned = (rotate(part, *rotary) for part in (q, k, v))

@@ -43,7 +43,6 @@ class Recorder(pl.Callback):
         self.last: dict[str, Any] = {}  # the newest value of every metric, for the progress bar
         self.seconds = 0.0  # training time of earlier processes of this run
         self.paused = 0.0  # time of this process spent in validation and diagnostics
-        self.grad_norm: torch.Tensor | None = None
         self._step = self._window_step = 0
         self._start = self._window_start = time.perf_counter()
 
@@ -60,11 +59,6 @@ class Recorder(pl.Callback):
                 logger.rewind(trainer.global_step)
         self._step = self._window_step = trainer.global_step
         self._start = self._window_start = time.perf_counter()
-
-    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
-        if self.is_log_step(trainer, trainer.global_step + 1):
-            gradients = [p.grad for p in module.parameters() if p.grad is not None]
-            self.grad_norm = torch.nn.utils.get_total_norm(gradients)
 
     def stepped(self, trainer: pl.Trainer) -> bool:
         """Whether the micro-batch that just ended completed an optimiser step."""
@@ -88,8 +82,8 @@ class Recorder(pl.Callback):
             self._window_step, self._window_start = step, now
             self.row |= {
                 "train/loss": loss,
-                "train/lr": trainer.optimizers[0].param_groups[0]["lr"],
-                "train/grad_norm": float(self.grad_norm) if self.grad_norm is not None else None,
+                "train/lr": module.step_lr,
+                "train/grad_norm": float(module.grad_norm),
                 "tokens_per_second": speed,
             }
             if self.peak:

@@ -40,6 +40,7 @@ def fit(job: Job, folder: Path, loggers: Sequence[Any] = (), extra: Sequence[Any
         batch_tokens=job.plan.tokens,
         max_steps=job.steps,
         compiled=job.compiled,
+        weigh=job.data.mask_documents or job.data.packing != "stream",
     )
     validation = Validation(recorder, every=int(t["val_every"]), on_progress=progress.on_validation_progress)
     stop = GracefulStop(agree_every=int(t["log_every"]))
@@ -54,7 +55,7 @@ def fit(job: Job, folder: Path, loggers: Sequence[Any] = (), extra: Sequence[Any
             max_steps=job.steps,
             max_epochs=-1,
             accumulate_grad_batches=job.plan.accumulate,
-            gradient_clip_val=config["optim"]["grad_clip"],
+            gradient_clip_val=None,  # the module clips: training/gradients.py
             deterministic=bool(t["deterministic"]),
             use_distributed_sampler=False,  # batches are already a function of (seed, step, rank)
             limit_val_batches=0,  # validation is a callback: see training/callbacks.py

@@ -39,8 +39,9 @@ def build_adamw(
     eps: float,
     weight_decay: float,
     estimator_lr_factor: float,
+    fused: bool = True,
 ) -> torch.optim.AdamW:
-    """AdamW with the three groups of `parameter_groups`, fused where the device supports it."""
+    """AdamW with the three groups of `parameter_groups`, fused where it may be and the device supports it."""
     groups = parameter_groups(model)
     options: list[dict[str, Any]] = [
         {"name": "decay", "params": groups["decay"], "weight_decay": weight_decay},
@@ -48,7 +49,7 @@ def build_adamw(
         {"name": "estimator", "params": groups["estimator"], "weight_decay": 0.0, "lr": lr * estimator_lr_factor},
     ]
     devices = {p.device.type for group in groups.values() for p in group}
-    fused = "fused" in inspect.signature(torch.optim.AdamW).parameters and devices <= {"cpu", "cuda"}
+    fused = fused and "fused" in inspect.signature(torch.optim.AdamW).parameters and devices <= {"cpu", "cuda"}
     return torch.optim.AdamW(
         [g for g in options if g["params"]], lr=lr, betas=(betas[0], betas[1]), eps=eps, fused=fused
     )
