@@ -23,7 +23,7 @@ BLOCKS: dict[str, tuple[str, dict]] = {
     "xsa": ("xsa", {}),
     "rfa": ("rfa", {}),
     "polar": ("polar", {"kernel": "student", "projection": "evidence", "radial": "own"}),
-    "polar, radial off": ("polar", {"kernel": "student", "projection": "evidence", "radial": "off"}),
+    "polar, radial off": ("polar", {"kernel": "student", "projection": "evidence", "radial": "none"}),
 }
 SHAPE = dict(d_model=384, n_layer=6, n_head=6)
 VOCABULARY = 4096

@@ -116,8 +116,9 @@ def matched_variance(kernel: str, head_dim: int, nu: Tensor, tau: Tensor, numera
     return 2 * numerator / x
 
 
-def choice(name: str, value: str, allowed: Sequence[str]) -> str:
-    """A switch's value, checked against what it may be."""
+def choice(name: str, value: str | bool, allowed: Sequence[str], also: Mapping[str, str] | None = None) -> str:
+    """A switch's value, checked against what it may be; `also` maps other spellings, booleans included, to these."""
+    value = (also or {}).get(str(value).lower(), str(value))
     if value not in allowed:
         raise UserError(f"block.{name} is {value!r}; allowed: {', '.join(allowed)}.")
     return value

@@ -26,10 +26,8 @@ class MixerShape:
     head_dim: int
     layer: int
     n_layer: int
-    context: int
     dropout: float = 0.0
     norm_eps: float = 1e-6
-    rope_base: float = 10000.0
     stream_std: float = INIT_STD  # RMS of a fresh residual stream where it enters the first layer
 
 
@@ -125,17 +123,6 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 def merge_heads(x: Tensor) -> Tensor:
     """(B, heads, T, Dh) -> (B, T, heads*Dh)."""
     return x.transpose(1, 2).flatten(-2)
-
-
-def visible(queries: int, keys: int, documents: Tensor | None, device: torch.device) -> Tensor:
-    """Which keys a query may see, True = yes: causal and in the same document; (T, S) or (B, 1, T, S).
-
-    The queries are the last `queries` of the `keys` positions.
-    """
-    causal = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
-    if documents is None:
-        return causal
-    return causal & (documents[:, None, :, None] == documents[:, None, None, :])
 
 
 def mean_visible(context: int) -> float:

@@ -26,6 +26,7 @@ from polarlm.attention.estimator import (
     refuse_noiseless,
     scalar,
 )
+from polarlm.attention.filter import record_estimate, robust_flops
 from polarlm.attention.kernels import (
     KERNELS,
     DirectionalNoise,
@@ -45,7 +46,6 @@ from polarlm.attention.mixer import (
     residual_std,
     split_heads,
 )
-from polarlm.attention.robust import record_estimate, robust_flops
 from polarlm.errors import UserError
 from polarlm.geometry import project
 from polarlm.geometry.multihead import PROJECTIONS, Projection
@@ -71,7 +71,7 @@ class PolarAttention(Mixer):
         norm_position: str = "both",
         norm_scope: str = "per_head",
         lift: int = 1,
-        magnitude: str | bool = "on",
+        magnitude: str | bool = "own",
         norm_values: bool = True,
         residual_form: str = "full",
         nu_t: Value = 4.0,
@@ -95,10 +95,10 @@ class PolarAttention(Mixer):
         super().__init__(shape)
         self.kernel = choice("kernel", kernel, KERNELS)
         self.projection = cast(Projection, choice("projection", projection, PROJECTIONS))
-        # `on` and `off` are booleans in YAML, words on the command line.
-        words = {"True": "on", "False": "off"}
-        self.radial = choice("radial", words.get(str(radial), str(radial)), ("off", "own", "shared"))
-        self.magnitude = choice("magnitude", words.get(str(magnitude), str(magnitude)), ("on", "off")) == "on"
+        # Words that YAML leaves alone; `off` and `on`, which it reads as booleans, are still understood.
+        self.radial = choice("radial", radial, ("none", "own", "shared"), {"off": "none", "false": "none"})
+        also = {"on": "own", "true": "own", "off": "unit", "false": "unit"}
+        self.magnitude = choice("magnitude", magnitude, ("own", "unit"), also) == "own"
         self.norm_position = choice("norm_position", norm_position, ("post", "pre", "both"))
         self.norm_scope = choice("norm_scope", norm_scope, ("global", "per_head"))
         if lift not in (1, 2):
@@ -107,10 +107,10 @@ class PolarAttention(Mixer):
             )
         self.residual_form = check_residual_form(residual_form, kernel)
         self.lift, self.rotate_values, self.norm_values, self.backend = lift, rotate_values, norm_values, backend
-        if self.radial != "off" and not (self.magnitude and norm_values):
+        if self.radial != "none" and not (self.magnitude and norm_values):
             raise UserError(
-                f"block.radial={radial} estimates the magnitude of normalised values; it needs block.magnitude=on and "
-                "block.norm_values=true. Set those, or block.radial=off."
+                f"block.radial={radial} estimates the magnitude of normalised values; it needs block.magnitude=own and "
+                "block.norm_values=true. Set those, or block.radial=none."
             )
         # Only `both` gets a normalised stream; `post` needs it raw, `pre` splits off its magnitude itself.
         self.pre_norm = norm_position == "both"
@@ -164,7 +164,7 @@ class PolarAttention(Mixer):
             kernel=self.kernel,
             magnitude=m_seen if self.magnitude else None,
             residual_form=self.residual_form,
-            radial_mode=self.radial,
+            radial_mode="off" if self.radial == "none" else self.radial,
             radial=self._radial_noise(parameters),
             documents=context.documents,
             dropout=self.shape.dropout if self.training else 0.0,
@@ -238,7 +238,7 @@ class PolarAttention(Mixer):
         )
 
     def _radial_noise(self, parameters: dict[str, Tensor]) -> RadialNoise | None:
-        if self.radial == "off":
+        if self.radial == "none":
             return None
         zero = parameters["beta"].new_zeros(())
         # Magnitudes do not decay in the radial channel: decay would shrink equal magnitudes (reading.md E20).
@@ -257,7 +257,7 @@ class PolarAttention(Mixer):
         idle = {"student": {"tau"}, "exponential": {"nu_t"}, "gaussian": {"nu_t", "tau", "eta_tq", "radius"}}[
             self.kernel
         ]
-        idle |= {"off": set(RADIAL), "shared": set(RADIAL) - {"beta"}, "own": set()}[self.radial]
+        idle |= {"none": set(RADIAL), "shared": set(RADIAL) - {"beta"}, "own": set()}[self.radial]
         if not self.magnitude:
             idle |= {"m_inf"}
         return idle | ({"gain"} if self.norm_position == "both" else set())
@@ -275,5 +275,5 @@ class PolarAttention(Mixer):
     def flops_per_token(self, context: int) -> int:
         """Projections, robust attention, and the full-vector correlation of the radial channel."""
         layers = [layer for layer in (self.qk, self.v, self.out) if layer is not None]
-        attention = robust_flops(context, self.shape.n_head, self.rotary_dim, radial=self.radial != "off")
+        attention = robust_flops(context, self.shape.n_head, self.rotary_dim, radial=self.radial != "none")
         return 2 * sum(layer.weight.numel() for layer in layers) + attention

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from polarlm.attention.estimator import Estimator, refuse_noiseless, scalar
+from polarlm.attention.filter import LOGIT_FLOPS
 from polarlm.attention.mixer import (
     KeyValueCache,
     Mixer,
@@ -23,11 +24,10 @@ from polarlm.attention.mixer import (
     linear,
     mean_visible,
     residual_std,
-    visible,
 )
-from polarlm.attention.robust import LOGIT_FLOPS
 from polarlm.geometry import rotate
 from polarlm.geometry.precision import log_kappa, log_kappa_tilde, log_rho, log_rho_tilde
+from polarlm.geometry.robust import causal_mask
 from polarlm.geometry.transport import to_complex, to_real
 
 
@@ -116,9 +116,7 @@ class PolarLiteralAttention(Mixer):
         queries, keys = q.shape[1], k.shape[1]
         time = torch.arange(keys, device=q.device, dtype=q.dtype)
         lag = (time[keys - queries :, None] - time).clamp_min(0)
-        allowed = visible(queries, keys, documents, q.device)
-        if documents is not None:
-            allowed = allowed.squeeze(1)
+        allowed = causal_mask(queries, keys, documents, q.device)
         tangential = dict(mu=p["mu"], eta_k2=p["eta_tk"].square(), sigma02=p["sigma_t0"].square())
         tangential["m_inf2"] = p["m_inf"].square()
         radial = dict(mu=p["mu"], eta_k2=p["eta_rk"].square(), sigma02=p["sigma_r0"].square())

@@ -16,8 +16,8 @@ from polarlm.attention.mixer import (
     merge_heads,
     residual_std,
     split_heads,
-    visible,
 )
+from polarlm.geometry.robust import causal_mask
 
 
 class StandardAttention(Mixer):
@@ -64,7 +64,7 @@ class StandardAttention(Mixer):
         queries, keys = q.shape[2], k.shape[2]
         causal = documents is None and queries == keys
         # A single query sees everything; several queries on a longer cache, or documents, need an explicit mask.
-        mask = None if causal or queries == 1 else visible(queries, keys, documents, q.device)
+        mask = None if causal or queries == 1 else _mask(queries, keys, documents, q.device)
         return F.scaled_dot_product_attention(
             q,
             k,
@@ -88,6 +88,11 @@ def attention_weights(q: Tensor, k: Tensor, documents: Tensor | None) -> tuple[T
     with torch.autocast(q.device.type, enabled=False):  # which would round the product to bf16 again
         q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
         scores = q @ k.repeat_interleave(group, dim=1).transpose(-1, -2) * q.shape[-1] ** -0.5
-    scores = scores.masked_fill(~visible(q.shape[2], k.shape[2], documents, q.device), float("-inf"))
+    scores = scores.masked_fill(~_mask(q.shape[2], k.shape[2], documents, q.device), float("-inf"))
     log_evidence = torch.logsumexp(scores, dim=-1)
     return (scores - log_evidence.unsqueeze(-1)).exp(), log_evidence
+
+
+def _mask(queries: int, keys: int, documents: Tensor | None, device: torch.device) -> Tensor:
+    """The causal mask with an axis for the heads, (1, T, S) or (B, 1, T, S)."""
+    return causal_mask(queries, keys, documents, device).unsqueeze(-3)

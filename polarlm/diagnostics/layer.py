@@ -12,8 +12,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from polarlm.attention.mixer import Record, merge_heads, visible
+from polarlm.attention.mixer import Record, merge_heads
 from polarlm.geometry import rotary_tables, rotate
+from polarlm.geometry.robust import causal_mask
 
 TINY = 1e-12
 MIN_STEP = 1e-6  # a step this much smaller than its state is rounding: a first token under projection stands still
@@ -64,7 +65,7 @@ def read_layer(record: Record, *, rotates_values: bool, rope_base: float, docume
     values = values.repeat_interleave(estimate.shape[1] // values.shape[1], dim=1)
     tokens = estimate.shape[2]
     positions = torch.arange(tokens, device=values.device)  # inside a document only differences matter
-    mask = visible(tokens, tokens, documents, values.device)
+    mask = causal_mask(tokens, documents=documents, device=values.device)
     magnitude = record["magnitude"] if "magnitude" in record else root_mean_square(merge_heads(values))
     return Layer(
         before=wide(record["residual_in"]),
@@ -76,7 +77,7 @@ def read_layer(record: Record, *, rotates_values: bool, rope_base: float, docume
         update=wide(record["update"]),
         weights=wide(record["weights"]),
         log_evidence=wide(record["log_evidence"]),
-        visible=mask[None] if mask.dim() == 2 else mask[:, 0],
+        visible=mask[None] if mask.dim() == 2 else mask,
         rotary=rotary_tables(positions, values.shape[-1], rope_base, dtype=values.dtype) if rotates_values else None,
         parameters={ALIASES.get(name, name): wide(value) for name, value in record.get("params", {}).items()},
         record=record,

@@ -53,7 +53,7 @@ class IsotropicFilter:
         observed = rotate(self.model.latent(measurements), cos, sin, inverse=True)
         lag = (times.unsqueeze(-1) - times).clamp_min(0.0)
         decay = torch.exp(-self.model.mu * lag)
-        allowed = causal_mask(lag.shape[-1], lag.device)
+        allowed = causal_mask(lag.shape[-1], device=lag.device)
         eta2 = (trace_matched_eta(self.model) if self.eta is None else self.eta) ** 2
         variance = isotropic_variance(lag, self.model.mu, self.sigma**2, eta2, self.sigma0**2)
 

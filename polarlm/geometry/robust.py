@@ -87,6 +87,18 @@ def estimation_weights(
     return torch.softmax(logits, dim=-1), torch.logsumexp(logits, dim=-1)
 
 
-def causal_mask(length: int, device: torch.device | str | None = None) -> Tensor:
-    """True where observation j is not later than query i: (T, T)."""
-    return torch.ones(length, length, dtype=torch.bool, device=device).tril()
+def causal_mask(
+    queries: int,
+    keys: int | None = None,
+    documents: Tensor | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """True where observation j may inform query i: not later, and in the same document; (T, S), or (B, T, S).
+
+    The queries are the last T of the S positions (all of them by default); `documents` (B, S) holds ids.
+    """
+    keys = queries if keys is None else keys
+    causal = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    if documents is None:
+        return causal
+    return causal & (documents[:, keys - queries :, None] == documents[:, None, :])

@@ -124,7 +124,7 @@ class RTFilter:
             residual = log_kappa_tilde(m_hat.unsqueeze(-2), lag, eta_q2=self.model.eta_t**2, **noise)
         distance = residual.exp() * squared_chord(u, u_hat)  # Eq. mahalanobis
         log_w = log_influence(distance, self.kernel, dim=self.model.dim / 2, nu_t=self.nu_t, tau=self.tau)
-        return log_w, *estimation_weights(kappa, log_w, causal_mask(lag.shape[-1], lag.device))
+        return log_w, *estimation_weights(kappa, log_w, causal_mask(lag.shape[-1], device=lag.device))
 
     def _radial_weights(
         self, m: Tensor, u: Tensor, u_hat: Tensor, carried: Tensor, lag: Tensor, noisy_query: bool, log_w: Tensor
@@ -138,7 +138,7 @@ class RTFilter:
         influence = log_influence(distance, self.kernel, dim=1, nu_t=self.nu_r, tau=self.tau)
         if self.radial == "joint":
             influence = influence + log_w
-        return estimation_weights(rho, influence, causal_mask(lag.shape[-1], lag.device))[0]
+        return estimation_weights(rho, influence, causal_mask(lag.shape[-1], device=lag.device))[0]
 
     def _step(self, m: Tensor, u: Tensor, m_bar: Tensor, u_bar: Tensor) -> tuple[Tensor, Tensor]:
         if self.update == "geodesic":  # the exponential map of R+ x S, component by component

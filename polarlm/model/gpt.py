@@ -56,10 +56,8 @@ class GPT(nn.Module):
             head_dim=c.head_size,
             layer=layer,
             n_layer=c.n_layer,
-            context=c.context,
             dropout=c.dropout,
             norm_eps=c.norm_eps,
-            rope_base=c.rope_base,
             stream_std=stream_std,
         )
         feed_forward = build_feed_forward(c.ffn, c.d_model, c.ffn_mult, c.n_layer)

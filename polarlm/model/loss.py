@@ -97,9 +97,9 @@ class _Total(torch.autograd.Function):
                 if not (need_hidden or need_weight):
                     continue
                 d_logits = _to_logit_gradient(logits, lse, targets[rows], None).to(dtype)
-                if need_hidden:
+                if d_hidden is not None:
                     d_hidden[rows] = d_logits @ w
-                if need_weight:
+                if d_weight is not None:
                     _add_product(d_weight, d_logits, x)
         ctx.save_for_backward(d_hidden, d_weight)
         return total
@@ -135,9 +135,9 @@ class _PerToken(torch.autograd.Function):
                 rows = slice(start, start + ctx.chunk)
                 x = hidden[rows].to(ctx.dtype)
                 d_logits = _to_logit_gradient(_logits(x, w), lse[rows], targets[rows], gradient[rows]).to(ctx.dtype)
-                if need_hidden:
+                if d_hidden is not None:
                     d_hidden[rows] = d_logits @ w
-                if need_weight:
+                if d_weight is not None:
                     _add_product(d_weight, d_logits, x)
         return d_hidden, d_weight, None, None
 

@@ -21,7 +21,7 @@ HEADS, SIZE, WIDTH, LENGTH = 4, 8, 32, 11
 
 def shape(heads: int = HEADS, groups: int | None = None) -> MixerShape:
     return MixerShape(
-        d_model=WIDTH, n_head=heads, n_kv_head=groups or heads, head_dim=WIDTH // heads, layer=0, n_layer=2, context=16
+        d_model=WIDTH, n_head=heads, n_kv_head=groups or heads, head_dim=WIDTH // heads, layer=0, n_layer=2
     )
 
 
@@ -34,7 +34,13 @@ def constant_precision(**switches) -> PolarAttention:
     switches = {"rotate_values": False, "projection": "none"} | switches
     groups = switches.pop("groups", None)
     return PolarAttention(
-        shape(groups=groups), kernel="exponential", magnitude="off", mu=0.0, radial="off", norm_values=False, **switches
+        shape(groups=groups),
+        kernel="exponential",
+        magnitude="unit",
+        mu=0.0,
+        radial="none",
+        norm_values=False,
+        **switches,
     )
 
 
@@ -153,8 +159,8 @@ def test_rfa_without_decay_has_polars_directional_weights(kernel):  # K12
         eta_tq=0.5,
         eta_tk=0.4,
         sigma_t0=0.3,
-        radial="off",
-        magnitude="off",
+        radial="none",
+        magnitude="unit",
         **polar_noise,
     )
     with torch.no_grad():

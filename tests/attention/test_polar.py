@@ -5,13 +5,19 @@ import math
 import pytest
 import torch
 
-from polarlm.attention import MixerShape, PolarAttention, PolarLiteralAttention, TokenContext
+from polarlm.attention import (
+    MixerShape,
+    PolarAttention,
+    PolarLiteralAttention,
+    RobustFilterAttention,
+    TokenContext,
+)
 from polarlm.errors import UserError
 from polarlm.geometry import rotary_tables
 from polarlm.model import GPT, GPTConfig
 
 LENGTH, WIDTH = 9, 32
-SHAPE = MixerShape(d_model=WIDTH, n_head=4, n_kv_head=4, head_dim=8, layer=0, n_layer=2, context=16)
+SHAPE = MixerShape(d_model=WIDTH, n_head=4, n_kv_head=4, head_dim=8, layer=0, n_layer=2)
 
 
 def run(mixer, x=None):
@@ -43,7 +49,7 @@ def test_update_is_tangent_in_latent_coordinates(projection):
 
 
 def test_update_is_tangent_in_the_stream_only_when_the_output_inverts_the_input():  # G11
-    mixer = PolarAttention(SHAPE, norm_position="post", radial="off", projection="global")
+    mixer = PolarAttention(SHAPE, norm_position="post", radial="none", projection="global")
     z = torch.randn(2, LENGTH, WIDTH)
     out, _ = run(mixer, z)
     assert ((z * out).sum(-1) / (z.norm(dim=-1) * out.norm(dim=-1) + 1e-9)).abs().max() > 0.05  # generic W_v, W_o
@@ -59,13 +65,28 @@ def test_update_is_tangent_in_the_stream_only_when_the_output_inverts_the_input(
 @pytest.mark.parametrize("head_dim", [16, 64])
 @pytest.mark.parametrize("nu", [1.0, 4.0, 100.0])
 def test_fresh_logit_range_is_that_of_qk_normed_attention(kernel, head_dim, nu):
-    shape = MixerShape(d_model=64, n_head=2, n_kv_head=2, head_dim=head_dim, layer=0, n_layer=2, context=16)
+    shape = MixerShape(d_model=64, n_head=2, n_kv_head=2, head_dim=head_dim, layer=0, n_layer=2)
     mixer = PolarAttention(shape, kernel=kernel, nu_t=nu, tau=0.5, mu=0.0)
     p = mixer.estimator.read()
     noise = p["eta_tk"] ** 2 + p["eta_tq"] ** 2 + p["sigma_t0"] ** 2
     x = (1 + p["m_inf"] ** 2) / noise * 2  # kappa_tilde |R|^2 / d_h at m = 1, cos = 0
     depth = (p["nu_t"] + 1) * torch.log1p(x / p["nu_t"]) if kernel == "student" else x / p["tau"]
     torch.testing.assert_close(depth, torch.full((2,), math.sqrt(head_dim)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "shares"),
+    [
+        (PolarAttention, {"eta_tk": 0.4, "eta_tq": 0.4, "sigma_t0": 0.2}),
+        (RobustFilterAttention, {"eta_k": 0.45, "eta_q": 0.45, "sigma_0": 0.1}),
+    ],
+)
+def test_matched_noise_is_mostly_measurement_and_little_floor(mixer, shares):
+    # A floor above the key noise would turn the prior of decay from recency to its opposite.
+    variances = {name: value.square() for name, value in mixer(SHAPE).estimator.read().items() if name in shares}
+    total = sum(variances.values())
+    for name, share in shares.items():
+        torch.testing.assert_close(variances[name] / total, torch.full((4,), share))
 
 
 @pytest.mark.parametrize("norm_position", ["post", "pre", "both"])
@@ -96,7 +117,7 @@ def test_equal_magnitudes_and_directions_ask_for_no_radial_change():  # R1 as a 
 
 def test_beta_zero_switches_the_radial_step_off():
     outputs = []
-    for switches in ({"radial": "own", "beta": 0.0}, {"radial": "off"}):
+    for switches in ({"radial": "own", "beta": 0.0}, {"radial": "none"}):
         torch.manual_seed(2)
         outputs.append(run(PolarAttention(SHAPE, **switches), torch.ones(1, LENGTH, WIDTH).cumsum(1).sin())[0])
     torch.testing.assert_close(*outputs)
@@ -142,7 +163,7 @@ def test_literal_magnitude_and_projection_are_as_printed():  # E2, E4, E6
         ({"projection": "both"}, ["block.projection", "evidence"]),
         ({"radial": "on"}, ["block.radial", "shared"]),
         ({"norm_position": "middle"}, ["block.norm_position", "post"]),
-        ({"magnitude": "maybe"}, ["block.magnitude", "off"]),
+        ({"magnitude": "maybe"}, ["block.magnitude", "own, unit"]),
         ({"lift": 3}, ["block.lift", "3"]),
         ({"eta_tk": -1.0}, ["block.eta_tk", "negative"]),
         ({"eta_tk": "much"}, ["block.eta_tk", "much", "number"]),
@@ -153,7 +174,7 @@ def test_literal_magnitude_and_projection_are_as_printed():  # E2, E4, E6
         ({"nu_t": [1.0, 2.0]}, ["block.nu_t", "2 values", "4"]),
         ({"beta": [1.0, 2.0]}, ["block.beta", "one number"]),
         ({"frozen": ["nuu"]}, ["block.frozen", "nuu", "nu_t"]),
-        ({"radial": "own", "magnitude": "off"}, ["block.radial", "block.magnitude"]),
+        ({"radial": "own", "magnitude": "unit"}, ["block.radial", "block.magnitude"]),
         ({"residual_form": "dot"}, ["block.residual_form=dot", "block.kernel=student", "block.kernel=exponential"]),
         ({"residual_form": "angle"}, ["block.residual_form", "angle", "full"]),
     ],
@@ -185,8 +206,8 @@ def test_extreme_parameters_stay_finite(extreme):  # M3
         {"kernel": "exponential", "projection": "global"},
         {"kernel": "exponential", "residual_form": "dot", "norm_position": "pre"},
         {"radial": "shared", "rotate_values": False},
-        {"radial": "off", "norm_values": False, "projection": "none"},
-        {"radial": "off", "magnitude": "off"},
+        {"radial": "none", "norm_values": False, "projection": "none"},
+        {"radial": "none", "magnitude": "unit"},
     ],
     ids=lambda switches: "-".join(f"{key}={value}" for key, value in switches.items()),
 )
@@ -200,3 +221,27 @@ def test_every_switch_decodes_causally_and_leaves_no_parameter_idle(switches, kv
         full, cache = model(text), model.new_cache(2, 10)
         stepwise = torch.cat([model(token, cache=cache) for token in text.split(1, dim=1)], dim=1)
     torch.testing.assert_close(stepwise, full, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("key", "typed", "meant"),
+    [
+        ("radial", "off", "none"),  # a word on the command line
+        ("radial", False, "none"),  # the same word in a yaml
+        ("magnitude", "on", "own"),
+        ("magnitude", True, "own"),
+        ("magnitude", "off", "unit"),
+        ("magnitude", False, "unit"),
+    ],
+)
+def test_on_and_off_are_still_understood(key, typed, meant):
+    base = {"radial": "none"}
+    typed_mixer, meant_mixer = (PolarAttention(SHAPE, **base | {key: value}) for value in (typed, meant))
+    assert (typed_mixer.radial, typed_mixer.magnitude) == (meant_mixer.radial, meant_mixer.magnitude)
+
+
+def test_the_record_shows_the_capped_precision_that_the_logits_use():
+    mixer = PolarAttention(SHAPE, eta_tq=1e-3, eta_tk=1e-3, sigma_t0=1e-3)  # kappa_tilde would be e^12.7
+    _, record = run(mixer)
+    assert record["log_kappa"].max() > 12
+    torch.testing.assert_close(record["log_kappa_tilde"].max(), torch.tensor(math.log(1e4)))

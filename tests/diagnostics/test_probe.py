@@ -85,7 +85,7 @@ def test_what_a_block_does_not_have_is_absent():
     absent = ("parameters/", "radial/delta_m", "attention/removed_share", "precision/robust", "precision/outlier")
     assert not [name for name in probe.values if name.startswith(absent)]
     assert set(probe.profiles) == {"attention/weight"}
-    off = run_probe(model_of(partial(PolarAttention, radial="off", projection="none")), tokens_of())
+    off = run_probe(model_of(partial(PolarAttention, radial="none", projection="none")), tokens_of())
     absent = ("radial/delta_m", "attention/removed_share", "parameters/beta")
     assert not [name for name in off.values if name.startswith(absent)]
 

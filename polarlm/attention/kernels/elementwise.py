@@ -101,7 +101,7 @@ def backward_chunk(
     weights = torch.exp(G - log_evidence[..., None])
     if n is not None:
         weights = n * weights
-    decay = at_lag[-1] if decay_keys or decay_values else None
+    decay = at_lag[-1]  # E, where anything decays
     applied = weights * decay if decay_values else weights
     g = applied * d_weights - weights * delta[..., None]  # ∂L = A(∂A − Σ_j A ∂A + ∂ log-evidence)
     sums = {"g_floor": (g * slope[FLOOR_1]).sum(-1), "g_key": (g * slope[KEY_1]).sum(-1)}

@@ -6,6 +6,7 @@ import types
 import warnings
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch.fx.experimental import _config as symbolic_shapes
@@ -15,9 +16,9 @@ from torch.fx.experimental import _config as symbolic_shapes
 WORTH_COMPILING = 2**27
 
 # A chunk is to be one loop: by default inductor writes long expressions to memory and reads them back.
-ONE_LOOP = {f"realize_{what}_threshold": 10_000 for what in ("opcount", "reads", "acc_reads")}
+ONE_LOOP: dict[str, Any] = {f"realize_{what}_threshold": 10_000 for what in ("opcount", "reads", "acc_reads")}
 # Equal sizes in the first call are chance: they must not become a guard.
-INDEPENDENT_SIZES = symbolic_shapes.patch(use_duck_shape=False)
+INDEPENDENT_SIZES = symbolic_shapes.patch(use_duck_shape=False)  # type: ignore[attr-defined]
 
 _everything = False  # fuse small calls too
 _broken: str | None = None  # why the compiler cannot be used, once that is known

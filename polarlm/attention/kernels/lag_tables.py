@@ -57,7 +57,8 @@ def _variances(noise: DirectionalNoise, lags: int, dtype: torch.dtype) -> tuple[
     lag = torch.arange(lags, device=noise.mu.device, dtype=dtype)
     mu, eta_k2, sigma02, eta_q2 = (x.to(dtype)[:, None] for x in (noise.mu, noise.eta_k2, noise.sigma02, noise.eta_q2))
     process2 = None if noise.process2 is None else noise.process2.to(dtype)[:, None]
-    return lag, mu, *(log_variance(lag, mu, eta_k2, floor2, process2) for floor2 in (sigma02, sigma02 + eta_q2))
+    variance = log_variance(lag, mu, eta_k2, sigma02, process2)
+    return lag, mu, variance, log_variance(lag, mu, eta_k2, sigma02 + eta_q2, process2)
 
 
 def noise_gradient(sums: dict[str, Tensor], noise: DirectionalNoise) -> dict[str, Tensor]:

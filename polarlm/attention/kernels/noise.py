@@ -33,8 +33,8 @@ class DirectionalNoise:
     def rows(self, kernel: str, dtype: torch.dtype) -> Tensor:
         """Everything as one tensor (7, H) in the order of NOISE_ROWS; no process noise is a row of zeros."""
         process2 = torch.zeros_like(self.mu) if self.process2 is None else self.process2
-        named = {"process2": process2, "shape": self.shape(kernel)}
-        return torch.stack([named.get(name, getattr(self, name, None)) for name in NOISE_ROWS]).to(dtype)
+        named = vars(self) | {"process2": process2, "shape": self.shape(kernel)}
+        return torch.stack([named[name] for name in NOISE_ROWS]).to(dtype)
 
 
 def noise_of_rows(rows: Tensor) -> tuple[DirectionalNoise, Tensor]:

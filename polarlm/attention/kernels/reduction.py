@@ -70,10 +70,9 @@ def reduced_attention(call: RobustCall) -> AttentionOutput:
     # E = 1: every lag is like lag 0, and RFA's σ̃²(1−E²) vanishes.
     here = torch.zeros((), dtype=dtype)
     m = None if call.magnitude is None else call.magnitude.to(dtype)[:, None]  # (B,1,S)
-    shared = dict(mu=0.0, eta_k2=per_head(noise.eta_k2), sigma02=per_head(noise.sigma02))
-    shared["m_inf2"] = per_head(noise.m_inf2)
-    kappa = log_kappa(m, here, **shared)  # (B or 1, H, S or 1)
-    kappa_tilde = log_kappa_tilde(m, here, eta_q2=per_head(noise.eta_q2), **shared)
+    shared = dict(eta_k2=per_head(noise.eta_k2), sigma02=per_head(noise.sigma02), m_inf2=per_head(noise.m_inf2))
+    kappa = log_kappa(m, here, mu=0.0, **shared)  # (B or 1, H, S or 1)
+    kappa_tilde = log_kappa_tilde(m, here, mu=0.0, eta_q2=per_head(noise.eta_q2), **shared)
     kappa_tilde = kappa_tilde.clamp_max(math.log(MAX_QUERY_PRECISION))
     slope = kappa_tilde.exp() / (per_head(noise.shape(call.kernel)) * call.half)  # c_j
     one, full = torch.ones_like(Q[..., :1]), call.residual_form == "full"

@@ -12,17 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polarlm.geometry.precision import MAX_QUERY_PRECISION, log_kappa, log_kappa_tilde, log_rho, log_rho_tilde
+from polarlm.geometry.robust import causal_mask
 
 from .call import AttentionOutput, RobustCall, Weights
-
-
-def allowed_pairs(queries: int, keys: int, documents: Tensor | None, device: torch.device) -> Tensor:
-    """Which key a query may see, (1 or B, T, S): not later than itself, and in the same document."""
-    i = torch.arange(keys - queries, keys, device=device)[:, None]
-    allowed = (i >= torch.arange(keys, device=device))[None]
-    if documents is not None:
-        allowed = allowed & (documents[:, -queries:, None] == documents[:, None, :])
-    return allowed
 
 
 def reference_attention(call: RobustCall) -> AttentionOutput:
@@ -35,14 +27,15 @@ def reference_attention(call: RobustCall) -> AttentionOutput:
 
     lag = torch.arange(S - T, S, device=q.device)[:, None] - torch.arange(S, device=q.device)  # (T,S), Δ = i − j
     lag = lag.clamp_min(0).to(dtype)  # the future is masked below
-    allowed = allowed_pairs(T, S, call.documents, q.device)
+    allowed = causal_mask(T, S, call.documents, q.device)
 
     def per_head(x: Tensor) -> Tensor:
         return x.to(dtype)[:, None, None]
 
     mu = per_head(noise.mu)
     shared = dict(mu=mu, eta_k2=per_head(noise.eta_k2), sigma02=per_head(noise.sigma02), m_inf2=per_head(noise.m_inf2))
-    shared["process2"] = None if noise.process2 is None else per_head(noise.process2)
+    if noise.process2 is not None:
+        shared["process2"] = per_head(noise.process2)
     m = None if call.magnitude is None else call.magnitude.to(dtype)[:, None, None, :]  # (B,1,1,S)
     kappa = log_kappa(m, lag, **shared)  # (B or 1,H,T,S), logarithms both
     kappa_tilde = log_kappa_tilde(m, lag, eta_q2=per_head(noise.eta_q2), **shared)
@@ -65,7 +58,7 @@ def reference_attention(call: RobustCall) -> AttentionOutput:
     else:
         logits = kappa + torch.zeros_like(dots)
 
-    logits = logits.masked_fill(~allowed[:, None], -math.inf)
+    logits = logits.masked_fill(~allowed.unsqueeze(-3), -math.inf)
     log_evidence = logits.logsumexp(-1)
     weights = torch.exp(logits - log_evidence[..., None])
     applied = F.dropout(weights, call.dropout)
@@ -76,7 +69,8 @@ def reference_attention(call: RobustCall) -> AttentionOutput:
         m_bar, radial_weights = _radial(call, v, weights, lag, allowed)
     kept = None
     if call.return_weights:
-        kept = Weights(weights, *(x if x.dim() == 4 else x[None] for x in (kappa, kappa_tilde)), radial_weights)
+        kappa, kappa_tilde = (x if x.dim() == 4 else x[None] for x in (kappa, kappa_tilde))
+        kept = Weights(weights, kappa, kappa_tilde, radial_weights)
     return AttentionOutput(v_bar.to(call.v.dtype), log_evidence, m_bar, kept)
 
 

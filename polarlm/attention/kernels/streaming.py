@@ -55,7 +55,7 @@ def _squares(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 def _keep(shape: torch.Size, dropout: float, seed: Tensor | None, chunk_number: int, like: Tensor) -> Tensor | None:
     """Dropout factors 0 or 1/(1−p) of one chunk, the same in both passes."""
-    if dropout == 0:
+    if seed is None:
         return None
     generator = torch.Generator(like.device).manual_seed(int(seed) + chunk_number)
     kept = torch.rand(shape, generator=generator, device=like.device) >= dropout
@@ -88,7 +88,7 @@ def streaming_forward(
     q2, k2 = _squares(q, k)
     tables = _tables(parameters, plan, m2 is not None, decay_keys or decay_values)
     out, log_evidence = torch.empty_like(q), torch.empty_like(q2)
-    radial = None if log_radial_decay is None else SharedRadial(plan, v, m, log_radial_decay)
+    radial = None if m is None or log_radial_decay is None else SharedRadial(plan, v, m, log_radial_decay)
     m_bar = q2.new_empty(0) if radial is None else torch.empty_like(q2)
     scratches = [plan.scratch() for _ in range(1 + decay_values)]
     score = fused(logits_chunk, plan.work, half=plan.size / 2, kernel=kernel, decay_keys=decay_keys)
@@ -145,7 +145,7 @@ def streaming_backward(
     tables = _tables(parameters, plan, m2 is not None, decay_keys or decay_values)
     slopes = reverse(slope_tables(parameters, plan.keys, q.dtype), plan.chunk)
     delta = torch.linalg.vecdot(d_out, out) - d_log_evidence
-    radial = None if log_radial_decay is None else SharedRadial(plan, v, m, log_radial_decay)
+    radial = None if m is None or log_radial_decay is None else SharedRadial(plan, v, m, log_radial_decay)
     if radial is not None:
         delta += d_m_bar * m_bar
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)

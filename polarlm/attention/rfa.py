@@ -20,6 +20,7 @@ from polarlm.attention.estimator import (
     per_head,
     refuse_noiseless,
 )
+from polarlm.attention.filter import record_estimate, robust_flops
 from polarlm.attention.kernels import KERNELS, DirectionalNoise, RobustCall, robust_attention
 from polarlm.attention.lean import on_sphere, rotate
 from polarlm.attention.mixer import (
@@ -32,7 +33,6 @@ from polarlm.attention.mixer import (
     residual_std,
     split_heads,
 )
-from polarlm.attention.robust import record_estimate, robust_flops
 
 PARAMETERS = ("nu", "eta_q", "eta_k", "sigma_0", "sigma_process", "mu", "tau")
 # Shares of a matched total variance: RFA starts "integrative", with measurement noise above process and floor.
