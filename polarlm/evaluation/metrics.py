@@ -38,6 +38,7 @@ class Metric:
 
     name: str
     title: str
+    short: str  # for the head of a column: a table fits 80 characters
     unit: str
     better: Literal["lower", "higher"]
     description: str
@@ -69,36 +70,36 @@ def exponential(nats: float) -> float:
 
 METRICS = (
     Metric(
-        "loss", "loss", "nats per token", "lower",
+        "loss", "loss", "loss", "nats per token", "lower",
         "Mean −ln p of the next token.",
         loss,
     ),
     Metric(
-        "perplexity", "perplexity", "per token", "lower",
+        "perplexity", "perplexity", "perplexity", "per token", "lower",
         "exp(loss): as unsure as a fair choice among so many tokens.",
         lambda tally: exponential(loss(tally)),
         digits=2,
     ),
     Metric(
-        "bits_per_byte", "bits per byte", "bits per byte", "lower",
+        "bits_per_byte", "bits per byte", "bits/byte", "bits per byte", "lower",
         "Loss in bits, per byte of the text instead of per token: comparable across tokenizers.",
         bits_per_byte,
         comparable=True,
     ),
     Metric(
-        "word_perplexity", "word perplexity", "per word", "lower",
+        "word_perplexity", "word perplexity", "ppl/word", "per word", "lower",
         "exp of the nats per word (words end at white space): comparable across tokenizers.",
         lambda tally: exponential(loss_per(tally, tally.text.words)),
         digits=2, comparable=True,
     ),
     Metric(
-        "character_perplexity", "character perplexity", "per character", "lower",
+        "character_perplexity", "character perplexity", "ppl/char", "per character", "lower",
         "exp of the nats per character of the text: comparable across tokenizers.",
         lambda tally: exponential(loss_per(tally, tally.text.characters)),
         comparable=True,
     ),
     Metric(
-        "accuracy", "accuracy", "share of targets", "higher",
+        "accuracy", "accuracy", "accuracy", "share of targets", "higher",
         "Share of targets that the model held more likely than every other token; a tie is wrong.",
         lambda tally: None if tally.correct is None else tally.correct / tally.targets if tally.targets else math.nan,
     ),

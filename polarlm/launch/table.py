@@ -6,31 +6,25 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.evaluation.metrics import METRICS, formatted
+from polarlm.evaluation.visible import visible_text
 from polarlm.training.loggers.progress import clock, short
 
 
 def final_table(summary: dict[str, Any], folder: Path, sample: str | None) -> str:
     """Plain text: what was reached, against what, how fast, where it lies, and how the model writes."""
     lines = metric_lines(summary)
-    peak = "n/a" if summary.get("mfu") is None else f"{100 * summary['mfu']:.0f} %"
     facts = [
         ("block", str(summary["block"])),
         ("parameters", f"{summary['parameters']:,}"),
-        (
-            "tokens",
-            f"{summary['tokens']:,} in {clock(summary['seconds'])} ({short(summary['tokens_per_second'])} tokens/s)",
-        ),
-        (
-            "compute",
-            f"{short(summary['flops_per_token'])}FLOPs per token, {peak} of the hardware's peak",
-        ),
+        ("tokens", speed(summary)),
+        ("compute", f"{short(summary['flops_per_token'])}FLOPs per token" + share_of_peak(summary.get("mfu"))),
         ("step", step_split(summary.get("step_seconds") or {})),
         ("run folder", str(folder)),
         ("pictures", ", ".join(str(p) for p in sorted(folder.glob("*.png"))) or "none"),
     ]
     lines += ["", *(f"  {name:<10}  {value}" for name, value in facts)]
     if sample:
-        lines += ["", "  sample", *(f"    {line}" for line in sample.splitlines())]
+        lines += ["", "  sample", *(f"    {line}" for line in visible_text(sample).splitlines())]
     return "\n".join(lines)
 
 
@@ -43,12 +37,26 @@ def metric_lines(summary: dict[str, Any]) -> list[str]:
     }
     numbers |= {f"{name} baseline": found for name, found in (summary.get("baselines") or {}).items()}
     shown = [m for m in METRICS if any(found.get(m.name) is not None for found in numbers.values())]
-    rows = [["", *(metric.title for metric in shown)]]
+    rows = [["", *(metric.short for metric in shown)]]
     rows += [[name, *(formatted(m.name, found.get(m.name)) for m in shown)] for name, found in numbers.items()]
     widths = [max(len(row[i]) for row in rows) for i in range(len(shown) + 1)]
     return [
         f"  {row[0]:<{widths[0]}}  " + "  ".join(f"{cell:>{w}}" for cell, w in zip(row[1:], widths[1:])) for row in rows
     ]
+
+
+def speed(summary: dict[str, Any]) -> str:
+    """Tokens, the seconds their training took and the quotient of the two; the time beside it is told apart."""
+    seconds, total = summary.get("training_seconds"), summary["seconds"]
+    if not seconds:
+        return f"{summary['tokens']:,} in {clock(total)}"
+    text = f"{summary['tokens']:,} in {clock(seconds)} of training ({short(summary['tokens'] / seconds)} tokens/s)"
+    return f"{text}, {clock(total - seconds)} more for validation and diagnostics"
+
+
+def share_of_peak(mfu: float | None) -> str:
+    """', 12 % of the hardware's peak', or nothing where that is not known."""
+    return "" if mfu is None else f", {100 * mfu:.0f} % of the hardware's peak"
 
 
 def step_split(parts: dict[str, float | None]) -> str:

@@ -48,6 +48,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     choices = HydraConfig.get().runtime.choices
     config["choices"] = {k: v for k, v in choices.items() if "hydra" not in k and v is not None}
+    config["choices"]["model"] = size_name(config["model"], choices["model"])
     known = set(OmegaConf.load(CONFIGS / "train.yaml")) | set(GROUP_KEYS) | {"choices"}
     for key in config.keys() - known:
         warnings.warn(f"The setting '{key}' is not known to polarlm and has no effect", stacklevel=2)
@@ -55,6 +56,26 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     if not isinstance(config["seed"], int) or config["seed"] < 0:
         raise UserError(f"seed={config['seed']!r} must be a whole number from 0 up")
     return config
+
+
+SIZES = ("d_model", "n_layer", "n_head", "n_kv_head", "head_dim", "ffn", "ffn_mult")
+
+
+def size_name(model: dict[str, Any], choice: str) -> str:
+    """The chosen size's name, or layers × width where a run has changed what the name stands for."""
+    named = named_sizes(choice)
+    same = all(model.get(key) == named.get(key, model.get(key)) for key in SIZES)
+    return choice if same else f"{model['n_layer']}x{model['d_model']}"
+
+
+def named_sizes(choice: str) -> dict[str, Any]:
+    """What configs/model/<choice>.yaml says, with what it inherits."""
+    path = CONFIGS / "model" / f"{choice}.yaml"
+    if not path.exists():  # a user's own size: whatever it says is what its name stands for
+        return {}
+    own: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(path))  # type: ignore[assignment]
+    parents = [name for name in own.pop("defaults", []) if isinstance(name, str) and name != "_self_"]
+    return {key: value for source in (*map(named_sizes, parents), own) for key, value in source.items()}
 
 
 GROUP_KEYS = ("model", "block", "data", "tokenizer", "optim", "schedule", "trainer", "logger", "diagnostics")

@@ -25,6 +25,7 @@ def add_parser(verbs: Any) -> None:
 def generate(options: argparse.Namespace) -> int:
     """Print the prompt and its continuation."""
     from polarlm.evaluation.generate import sample_text
+    from polarlm.evaluation.visible import visible_text
     from polarlm.runs.restore import restore_run
 
     run = restore_run(options.folder, options.device)
@@ -38,5 +39,5 @@ def generate(options: argparse.Namespace) -> int:
         top_p=options.top_p,
         seed=options.seed,
     )
-    print(options.prompt + text)
+    print(visible_text(options.prompt + text))
     return 0

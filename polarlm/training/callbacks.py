@@ -18,6 +18,7 @@ from polarlm.evaluation.metrics import measure
 from polarlm.evaluation.tally import tally_batches
 from polarlm.evaluation.text_size import text_size
 from polarlm.training.loggers.json_lines import JsonLines
+from polarlm.training.loggers.throughput import HardwarePeak
 
 
 class StepSeed(pl.Callback):
@@ -36,13 +37,15 @@ class StepSeed(pl.Callback):
 class Recorder(pl.Callback):
     """Collects what the other callbacks found at a step and writes it as one row to every logger."""
 
-    def __init__(self, *, batch_tokens: int, flops_per_token: int, log_every: int, peak: float | None = None) -> None:
+    def __init__(
+        self, *, batch_tokens: int, flops_per_token: int, log_every: int, peak: HardwarePeak | None = None
+    ) -> None:
         self.batch_tokens, self.flops_per_token, self.log_every = batch_tokens, flops_per_token, log_every
-        self.peak = peak  # FLOP/s of the hardware, None when unknown
+        self.peak = peak
         self.row: dict[str, Any] = {}
         self.last: dict[str, Any] = {}  # the newest value of every metric, for the progress bar
-        self.seconds = 0.0  # training time of earlier processes of this run
-        self.paused = 0.0  # time of this process spent in validation and diagnostics
+        self.seconds = 0.0  # time of earlier processes of this run
+        self.paused = 0.0  # of which in validation and diagnostics
         self._step = self._window_step = 0
         self._start = self._window_start = time.perf_counter()
 
@@ -59,6 +62,7 @@ class Recorder(pl.Callback):
                 logger.rewind(trainer.global_step)
         self._step = self._window_step = trainer.global_step
         self._start = self._window_start = time.perf_counter()
+        self._measure_peak(trainer)
 
     def stepped(self, trainer: pl.Trainer) -> bool:
         """Whether the micro-batch that just ended completed an optimiser step."""
@@ -68,6 +72,12 @@ class Recorder(pl.Callback):
         """Keep validation and diagnostics out of tokens/s."""
         self.paused += seconds
         self._window_start += seconds
+
+    def _measure_peak(self, trainer: pl.Trainer) -> None:
+        if self.peak is not None and self.peak.due(trainer.global_step, trainer.max_steps):
+            began = time.perf_counter()
+            self.peak.measure()
+            self.pause(time.perf_counter() - began)
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_index: int) -> None:
         step = trainer.global_step
@@ -86,12 +96,13 @@ class Recorder(pl.Callback):
                 "train/grad_norm": float(module.grad_norm),
                 "tokens_per_second": speed,
             }
-            if self.peak:
-                self.row["mfu"] = speed * self.flops_per_token / self.peak
+            if self.peak is not None and self.peak.best is not None:
+                self.row |= {"mfu": self.peak.share(speed * self.flops_per_token), "peak_flops": self.peak.best}
             if not math.isfinite(loss):
                 raise FloatingPointError(f"The training loss became {loss} at step {step}; a lower optim.lr may help")
         if self.row:
             self.write(trainer, step)
+            self._measure_peak(trainer)
 
     def write(self, trainer: pl.Trainer, step: int) -> None:
         """Write the collected row."""
@@ -100,6 +111,7 @@ class Recorder(pl.Callback):
             "step": step,
             "tokens": tokens,
             "seconds": round(self.elapsed(), 3),
+            "training_seconds": round(self.elapsed() - self.paused, 3),  # without validation and diagnostics
             "flops": tokens * self.flops_per_token,
         }
         row |= self.row
@@ -109,10 +121,10 @@ class Recorder(pl.Callback):
         self.row = {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seconds": self.elapsed()}
+        return {"seconds": self.elapsed(), "paused": self.paused}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.seconds = state_dict["seconds"]
+        self.seconds, self.paused = state_dict["seconds"], state_dict.get("paused", 0.0)
 
 
 class Validation(pl.Callback):

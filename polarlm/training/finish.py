@@ -16,6 +16,7 @@ def finish(job: Job, folder: Path, pictures: Callable[[Path], Any] | None = None
     from polarlm.evaluation.generate import sample_text
     from polarlm.runs.restore import load_weights, restore_run, save_weights
     from polarlm.training.loggers.json_lines import JsonLines
+    from polarlm.training.loggers.throughput import believable_share
 
     config = job.config
     checkpoints = folder / "checkpoints"
@@ -25,8 +26,10 @@ def finish(job: Job, folder: Path, pictures: Callable[[Path], Any] | None = None
     run = restore_run(folder)
     rows = JsonLines(folder / "metrics.jsonl").rows()
     last = rows[-1]
-    typical = {key: median(rows, key) for key in ("tokens_per_second", "mfu", *STEP_PARTS)}
-    parts = {key.removeprefix("time/"): typical.pop(key) for key in STEP_PARTS}
+    parts = {key.removeprefix("time/"): median(rows, key) for key in STEP_PARTS}
+    flops_per_token = job.model.flops_per_token(job.plan.context)
+    speed = last["tokens"] / last["training_seconds"] if last.get("training_seconds") else None
+    peak = max((row["peak_flops"] for row in rows if row.get("peak_flops")), default=None)
     options = config["sample"]
     sample = sample_text(
         run.model,
@@ -43,9 +46,11 @@ def finish(job: Job, folder: Path, pictures: Callable[[Path], Any] | None = None
         "step": last["step"],
         "tokens": last["tokens"],
         "seconds": last["seconds"],
-        **typical,
+        "training_seconds": last.get("training_seconds"),
+        "tokens_per_second": speed,
+        "mfu": believable_share(speed and speed * flops_per_token, peak),
         "step_seconds": parts,
-        "flops_per_token": job.model.flops_per_token(job.plan.context),
+        "flops_per_token": flops_per_token,
         "baselines": baseline_metrics(job.corpus),
         "sample": sample,
     }

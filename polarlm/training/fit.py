@@ -19,7 +19,7 @@ def fit(job: Job, folder: Path, loggers: Sequence[Any] = (), extra: Sequence[Any
     from polarlm.training.checkpointing import LastCheckpoint
     from polarlm.training.loggers.json_lines import JsonLines
     from polarlm.training.loggers.progress import Progress
-    from polarlm.training.loggers.throughput import StepTimes, hardware_peak
+    from polarlm.training.loggers.throughput import HardwarePeak, StepTimes
     from polarlm.training.module import LanguageModel
     from polarlm.training.probing import Probing
     from polarlm.training.signals import GracefulStop
@@ -29,7 +29,7 @@ def fit(job: Job, folder: Path, loggers: Sequence[Any] = (), extra: Sequence[Any
         batch_tokens=job.plan.tokens,
         flops_per_token=job.model.flops_per_token(job.plan.context),
         log_every=int(t["log_every"]),
-        peak=hardware_peak(job.accelerator, job.precision, job.plan.processes),
+        peak=HardwarePeak(job.accelerator, job.precision, job.plan.processes),
     )
     progress = Progress(recorder, job.plan.tokens)
     checkpoint = LastCheckpoint(folder / "checkpoints", int(t["checkpoint_every"]))

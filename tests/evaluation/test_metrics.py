@@ -55,6 +55,14 @@ def test_every_row_can_be_shown_to_a_person():
     assert {m.name for m in METRICS if m.better == "higher"} == {"accuracy"}
 
 
+def test_the_final_table_of_a_word_model_fits_80_columns():
+    from polarlm.launch.table import metric_lines
+
+    numbers = measure(Tally(nats=8 * 5.0, targets=8, correct=6, text=COIN.text))
+    summary = {f"{split}/{name}": value for split in ("val", "test") for name, value in numbers.items()}
+    assert max(map(len, metric_lines({**summary, "baselines": {"unigram": numbers}}))) <= 80
+
+
 def test_names_lead_back_to_the_table():
     assert metric_of("val/bits_per_byte") is BY_NAME["bits_per_byte"] is metric_of("bits_per_byte")
     assert metric_of("train/lr") is None and metric_of("radial/loss") is None
@@ -75,11 +83,13 @@ def test_a_new_row_reaches_the_final_table_and_wandb_without_another_edit(monkey
     from polarlm.launch import table
     from polarlm.training.loggers import wandb_sink
 
-    new = Metric("nats_per_byte", "nats per byte", "nats", "lower", "A new one.", lambda t: t.nats / t.text.bytes)
+    new = Metric(
+        "nats_per_byte", "nats per byte", "nats/byte", "nats", "lower", "New.", lambda t: t.nats / t.text.bytes
+    )
     for module in (table, wandb_sink):
         monkeypatch.setattr(module, "METRICS", (*METRICS, new))
     lines = table.metric_lines({"val/loss": 1.0, "val/nats_per_byte": 0.25})
-    assert "nats per byte" in lines[0] and "0.25" in lines[1]
+    assert "nats/byte" in lines[0] and "0.25" in lines[1]
 
     class Run:
         def __init__(self):

@@ -28,6 +28,25 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+ORDER = ("tokens", "loss", "lr", "speed", "val", "left")  # as read
+NEEDED = ("left", "loss", "val", "speed", "tokens", "lr")  # the last is the first to go when a line is too short
+
+
+def fitted(parts: dict[str, str], width: int | None) -> str:
+    """The parts in their order, without the less needed ones if they would not fit the width."""
+    kept = [name for name in NEEDED if name in parts]
+    while True:
+        text = "  ".join(parts[name] for name in ORDER if name in kept)
+        if width is None or len(text) <= width or len(kept) == 1:
+            return text
+        kept.pop()
+
+
+def bar_width(columns: int) -> int:
+    """How much of a line the bar itself takes."""
+    return min(24, max(4, columns // 8))
+
+
 class Progress(ProgressBar):
     """Step, tokens, loss, learning rate, tokens/s, time left; a second bar while validating."""
 
@@ -35,6 +54,7 @@ class Progress(ProgressBar):
         super().__init__()
         self.recorder, self.batch_tokens = recorder, batch_tokens
         self.live: Any = None
+        self.console: Any = None
         self.training: Any = None
         self.validating: Any = None
         self._start = self._line_at = 0.0
@@ -53,29 +73,34 @@ class Progress(ProgressBar):
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn
 
+            self.console = Console(stderr=True)
             columns = (
                 TextColumn("{task.description}"),
-                BarColumn(bar_width=24),
+                BarColumn(bar_width=bar_width(self.console.width)),
                 TextColumn("{task.completed}/{task.total} {task.fields[text]}"),
             )
-            self.live = Progress(*columns, console=Console(stderr=True))
+            self.live = Progress(*columns, console=self.console)
             self.training = self.live.add_task("train", total=trainer.max_steps, completed=trainer.global_step, text="")
             self.live.start()
 
-    def _text(self, step: int, total: int) -> str:
+    def _text(self, step: int, total: int, width: int | None = None) -> str:
         last = self.recorder.last
         trained = time.perf_counter() - self._start
         left = trained / max(1, step - self._first_step) * (total - step)
-        parts = [f"{short(step * self.batch_tokens)} tokens"]
+        parts = {"left": f"left {clock(left)}", "tokens": f"{short(step * self.batch_tokens)} tokens"}
         if "train/loss" in last:
-            parts += [
-                f"loss {last['train/loss']:.3f}",
-                f"lr {last['train/lr']:.1e}",
-                f"{short(last['tokens_per_second'])} tok/s",
-            ]
+            parts["loss"] = f"loss {last['train/loss']:.3f}"
+            parts["lr"] = f"lr {last['train/lr']:.1e}"
+            parts["speed"] = f"{short(last['tokens_per_second'])} tok/s"
         if "val/loss" in last:
-            parts.append(f"val {last['val/loss']:.3f}")
-        return "  ".join([*parts, f"left {clock(left)}"])
+            parts["val"] = f"val {last['val/loss']:.3f}"
+        return fitted(parts, width)
+
+    def _bar_text(self, step: int, total: int) -> str:
+        # The line is "train ━━━━ 12/1200 " and then the text.
+        width = self.console.width
+        taken = len("train") + 1 + bar_width(width) + 1 + len(f"{step}/{total}") + 1
+        return self._text(step, total, width - taken)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_index: int) -> None:
         step, total = trainer.global_step, trainer.max_steps
@@ -85,7 +110,7 @@ class Progress(ProgressBar):
             if self.validating is not None:
                 self.live.remove_task(self.validating)
                 self.validating = None
-            self.live.update(self.training, completed=step, text=self._text(step, total))
+            self.live.update(self.training, completed=step, text=self._bar_text(step, total))
             return
         now = time.perf_counter()
         validated = self.recorder.last.get("val/loss")

@@ -36,11 +36,19 @@ def build_loggers(config: dict[str, Any], folder: Path) -> list[Logger]:
     if kind == "wandb":
         from polarlm.training.loggers.wandb_sink import start_wandb
 
-        sink = start_wandb(config, folder, group=config["group"], tags=tags)
+        varied = what_varies(config["choices"]["block"], overrides, swept)
+        sink = start_wandb(config, folder, group=config["group"], tags=tags, varied=varied)
         return [] if sink is None else [sink]
     from polarlm.training.loggers.trackio_sink import TrackioSink
 
     return [TrackioSink(config, folder, group=config["group"])]
+
+
+def what_varies(block: str, overrides: list[str], swept: set[str]) -> str:
+    """What tells this job from the others of its sweep, seeds aside ('polar, optim.lr=0.003'); else its block."""
+    others = [tag.lstrip("+") for tag in overrides if key_of(tag) in swept - {"seed", "block"} and not is_place(tag)]
+    named = [block] if "block" in swept or not others else []
+    return ", ".join(named + others)[:MAX_TAG]
 
 
 def finish_loggers(loggers: list[Logger], status: str) -> None:

@@ -7,44 +7,32 @@ hardware executes: recomputation earns nothing.
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 
-from polarlm.training.callbacks import Recorder
+if TYPE_CHECKING:
+    from polarlm.training.callbacks import Recorder
 
-# Dense peak in TFLOP/s per GPU (vendor data sheets, without sparsity): bf16/fp16, TF32, fp32.
-GPU_PEAKS = {
-    "H200": (989, 495, 67),
-    "H100 PCIe": (756, 378, 51),
-    "H100": (989, 495, 67),
-    "A100": (312, 156, 19.5),
-    "A10G": (70, 35, 31.2),
-    "A10": (125, 62.5, 31.2),
-    "L40S": (362, 183, 91.6),
-    "L4": (121, 60, 30.3),
-    "A40": (149.7, 74.8, 37.4),
-    "RTX 4090": (165.2, 82.6, 82.6),
-    "RTX 3090": (71, 35.6, 35.6),
-    "V100": (125, 15.7, 15.7),
-    "T4": (65, 8.1, 8.1),
-}
+MEASUREMENTS = 8  # of the CPU's peak, spread over a run
 
 
-def gpu_peak(name: str, precision: str) -> float | None:
-    """Peak FLOP/s of a GPU for a Lightning precision, or None for a GPU that is not in the table (no guess)."""
-    for part, (half, tf32, single) in GPU_PEAKS.items():
-        if part in name:
-            reduced = precision.startswith(("bf16", "16"))
-            # "32-true" runs its matrix products in TF32 where the GPU has it (training/hardware.py).
-            return 1e12 * (half if reduced else tf32 if tf32 > single or part in ("A100", "H100") else single)
-    return None
+def gpu_peak(device: torch.device, precision: str) -> float | None:
+    """Peak FLOP/s of a GPU from Lightning's table of data sheets; None (after its warning) for one it does not know."""
+    from lightning.fabric.utilities.throughput import get_available_flops
+
+    dtype = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}.get(
+        precision.partition("-")[0], torch.float32
+    )
+    found = get_available_flops(device, dtype)
+    return None if found is None else float(found)
 
 
 def measured_peak(size: int = 768, seconds: float = 0.3) -> float:
     """FLOP/s of square fp32 matrix products on this CPU with the threads torch uses: the best of a short series."""
-    a, b = torch.randn(size, size), torch.randn(size, size)
+    generator = torch.Generator().manual_seed(0)  # the run's own random numbers are left alone
+    a, b = torch.randn(2, size, size, generator=generator)
     out = torch.empty(size, size)
     torch.mm(a, b, out=out)
     best, until = 0.0, time.perf_counter() + seconds
@@ -55,15 +43,42 @@ def measured_peak(size: int = 768, seconds: float = 0.3) -> float:
     return best
 
 
-def hardware_peak(accelerator: str, precision: str, processes: int) -> float | None:
-    """Peak FLOP/s of all devices of a run together; None when unknown."""
-    if accelerator == "cuda":
-        peak = gpu_peak(torch.cuda.get_device_name(), precision)
-        return None if peak is None else peak * processes
-    if accelerator == "cpu" and precision == "32-true":
-        # Processes on one CPU share its cores: their threads together are what was measured once.
-        return measured_peak()
-    return None
+class HardwarePeak:
+    """What the devices of a run could do at most: known for GPUs, measured now and then for a CPU, else unknown.
+
+    A short measurement on a busy machine is too low and would make the model look better than the hardware; the best
+    of several, taken at different times, is what the hardware can do. A share above 1 shows that none was undisturbed:
+    it is not told at all.
+    """
+
+    def __init__(self, accelerator: str, precision: str, processes: int) -> None:
+        self.best: float | None = None
+        # Processes on one CPU share its cores: their threads together are what one of them measures.
+        self.measures = accelerator == "cpu" and precision == "32-true"
+        if accelerator == "cuda":
+            one = gpu_peak(torch.device("cuda", torch.cuda.current_device()), precision)
+            self.best = None if one is None else one * processes
+        self._taken = 0
+
+    def due(self, step: int, steps: int) -> bool:
+        """Whether a measurement belongs here: before the first step, then after every eighth of the run."""
+        return self.measures and self._taken < MEASUREMENTS and step * MEASUREMENTS >= self._taken * steps
+
+    def measure(self, seconds: float = 0.1) -> None:
+        """Measure once more and keep the best."""
+        self._taken += 1
+        self.best = max(self.best or 0.0, measured_peak(seconds=seconds))
+
+    def share(self, flops_per_second: float) -> float | None:
+        """Part of the peak that was used (MFU); None where it is unknown or above 1, which no hardware does."""
+        return believable_share(flops_per_second, self.best)
+
+
+def believable_share(flops_per_second: float | None, peak: float | None) -> float | None:
+    """flops_per_second / peak, None where either is unknown or the result could not be."""
+    if not flops_per_second or not peak or flops_per_second > peak:
+        return None
+    return flops_per_second / peak
 
 
 class StepTimes(pl.Callback):

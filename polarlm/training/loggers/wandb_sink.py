@@ -5,18 +5,20 @@ This module is imported only for logger=wandb; what it imports is paid before tr
 
 from __future__ import annotations
 
+import itertools
+import re
 import secrets
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import plotly.graph_objects as go
 import wandb
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from polarlm.diagnostics import Probe
+from polarlm.diagnostics import Histogram, Probe
 from polarlm.evaluation.metrics import METRICS, SPLITS
 from polarlm.runs.environment import environment
 from polarlm.runs.files import read_json, write_json
@@ -25,7 +27,7 @@ from polarlm.training.loggers.wandb_mode import choose_mode
 INIT_TIMEOUT = 15  # seconds; wandb's own 90 would hold up a run whose network is bad
 FINISH_TIMEOUT = 60  # seconds for the last upload; what is left stays on disk for `wandb sync`
 BEST = {"lower": "min", "higher": "max"}  # what wandb's summary keeps of a metric
-# Layer × head pictures at every probe; all scalars are logged anyway.
+# Pictures at every probe; every number of every layer and head is in the table beside them.
 HEAT_MAPS = (
     "precision/log_evidence",
     "precision/outlier_share",
@@ -34,6 +36,26 @@ HEAT_MAPS = (
     "attention/self_similarity",
     "radial/resultant_length",
 )
+TABLE = "diagnostics/layers_and_heads"
+_PLACE = re.compile(r"/layer_\d+(/head_\d+)?$")
+
+
+def means_over_layers(metrics: dict[str, Any]) -> dict[str, Any]:
+    """A row with one name per quantity: the mean over its layers and heads, what has neither as it is.
+
+    metrics.jsonl has a name for every layer and head; a workspace with thousands of charts would show nothing.
+    """
+    found: dict[str, Any] = {}
+    parts: dict[str, list[float]] = {}
+    for name, value in metrics.items():
+        quantity = _PLACE.sub("", name)
+        if value is None:
+            continue
+        if quantity == name:
+            found[name] = value
+        else:
+            parts.setdefault(quantity, []).append(value)
+    return found | {name: sum(values) / len(values) for name, values in parts.items()}
 
 
 class WandbSink(WandbLogger):
@@ -50,17 +72,14 @@ class WandbSink(WandbLogger):
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:  # type: ignore[override]
         """Copy a row; its own `tokens` and `step` are the axes, so wandb's step counter is left alone."""
-        self.experiment.log({name: value for name, value in metrics.items() if value is not None})
+        self.experiment.log(means_over_layers(metrics))
 
     @rank_zero_only
     def log_probe(self, probe: Probe, *, step: int, tokens: int) -> None:
-        """Histograms per layer, layer × head heat maps and lag profiles of one probe."""
-        charts: dict[str, Any] = {"tokens": tokens, "step": step}
+        """One table of all layers and heads, histograms and heat maps by layer, lag profiles of one probe."""
+        charts: dict[str, Any] = {"tokens": tokens, "step": step, TABLE: wandb.Table(COLUMNS, layer_table(probe))}
         for name, layers in probe.histograms.items():
-            for layer, h in enumerate(layers):
-                charts[f"{name}/histogram/layer_{layer:02d}"] = wandb.Histogram(
-                    np_histogram=(np.array(h.counts), np.array(h.edges))
-                )
+            charts[f"{name}/histogram"] = wandb.Plotly(go.Figure(histograms(name, layers)))
         for name in HEAT_MAPS:
             if name in probe.values:
                 charts[f"{name}/heat_map"] = wandb.Plotly(go.Figure(heat_map(name, probe.values[name])))
@@ -74,8 +93,13 @@ class WandbSink(WandbLogger):
         self.experiment.finish(exit_code=0 if status == "finished" else 1)
 
 
-def start_wandb(config: dict[str, Any], folder: Path, *, group: str | None, tags: list[str]) -> WandbSink | None:
-    """Start (or continue) this run folder's wandb run; None when wandb is disabled."""
+def start_wandb(
+    config: dict[str, Any], folder: Path, *, group: str | None, tags: list[str], varied: str
+) -> WandbSink | None:
+    """Start (or continue) this run folder's wandb run; None when wandb is disabled.
+
+    `varied` says what this run is in its sweep; it is the job type, by which a workspace groups the seeds of a setting.
+    """
     options = config["logger"]
     mode, note = choose_mode(options["mode"])
     if mode == "disabled":
@@ -91,7 +115,7 @@ def start_wandb(config: dict[str, Any], folder: Path, *, group: str | None, tags
         "id": known.get("id") or secrets.token_hex(4),
         "name": folder.name,
         "group": group,
-        "job_type": config["choices"]["block"],
+        "job_type": varied,
         "tags": tags,
         "config": {**config, "code": code},
         "reinit": "finish_previous",
@@ -122,6 +146,30 @@ def define_axes(run: Any) -> None:
     for split in SPLITS:
         for metric in METRICS:
             run.define_metric(f"{split}/{metric.name}", step_metric="tokens", summary=BEST[metric.better])
+
+
+COLUMNS: list[str | int] = ["quantity", "layer", "head", "value"]
+
+
+def layer_table(probe: Probe) -> list[list[Any]]:
+    """(quantity, layer, head, value) of everything a probe found; what has no head or no layer has None there."""
+    rows: list[list[Any]] = []
+    for name, value in probe.values.items():
+        for layer, entry in enumerate(value) if isinstance(value, list) else [(None, value)]:
+            for head, number in enumerate(entry) if isinstance(entry, list) else [(None, entry)]:
+                rows.append([name, layer, head, number])
+    return rows
+
+
+def histograms(name: str, layers: Sequence[Histogram]) -> dict[str, Any]:
+    """One line per layer over the middle of its bins, as the data of a Plotly figure: shares, not counts."""
+    traces = []
+    for layer, histogram in enumerate(layers):
+        total = max(1, sum(histogram.counts))
+        middles = [(a + b) / 2 for a, b in itertools.pairwise(histogram.edges)]
+        line = {"type": "scatter", "mode": "lines", "name": f"layer {layer}"}
+        traces.append({**line, "x": middles, "y": [count / total for count in histogram.counts]})
+    return {"data": traces, "layout": {"title": {"text": name}, "yaxis": {"title": {"text": "share"}}}}
 
 
 def heat_map(name: str, rows: list[list[float | None]]) -> dict[str, Any]:

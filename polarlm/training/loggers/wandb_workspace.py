@@ -20,11 +20,10 @@ PARAMETERS = ("nu_t", "eta_tk", "eta_tq", "sigma_t0", "mu", "m_inf", "alpha", "b
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart: a line per metric (or per metric matching a pattern) against `x`, or a picture logged at every probe."""
+    """A chart: a line per metric against `x`, or a picture or table logged at every probe."""
 
     title: str
     metrics: list[str] = field(default_factory=list)
-    pattern: str | None = None
     media: list[str] = field(default_factory=list)
     x: str = "tokens"
     log_y: bool = False
@@ -38,14 +37,9 @@ class Section:
     panels: list[Panel]
 
 
-def by_layer(title: str, *names: str) -> Panel:
-    """Every layer of the named quantities."""
-    return Panel(title, pattern=rf"^({'|'.join(names)})/layer_\d+$")
-
-
-def by_head(title: str, name: str) -> Panel:
-    """Every layer and head of a quantity."""
-    return Panel(title, pattern=rf"^{name}/layer_\d+(/head_\d+)?$")
+def mean_of(title: str, *names: str) -> Panel:
+    """The means over layers and heads of the named quantities."""
+    return Panel(title, list(names))
 
 
 LAYOUT = [
@@ -57,32 +51,34 @@ LAYOUT = [
             Panel("Training and validation loss", ["train/loss", "val/loss"]),
             Panel("Validation loss against compute", ["val/loss"], x="flops"),
             Panel("Validation loss against time", ["val/loss"], x="seconds"),
+            Panel("Validation accuracy", ["val/accuracy"]),
             Panel("Tokens per second", ["tokens_per_second"]),
         ],
     ),
     Section(
         "Radial growth",
         [
-            by_layer("Residual RMS", "radial/residual_rms"),
-            by_layer("Growth: attention and feed-forward", "radial/growth_attention", "radial/growth_ffn"),
-            by_layer("Predicted growth α⟨v, v̄⟩/r²", "radial/growth_predicted"),
-            by_layer("Measured latent growth", "radial/growth_latent"),
-            by_layer("Prediction's slope and R² on the stream", "radial/growth_slope", "radial/growth_r2"),
-            by_layer("Tangency: latent and stream", "radial/tangency_latent", "radial/tangency_attention"),
-            by_layer("Latent magnitude m", "radial/magnitude"),
-            by_layer("Angular step", "radial/angular_step_attention", "radial/angular_step_ffn"),
-            by_head("Mean resultant length", "radial/resultant_length"),
+            mean_of("Residual RMS", "radial/residual_rms"),
+            mean_of("Growth: attention and feed-forward", "radial/growth_attention", "radial/growth_ffn"),
+            mean_of("Predicted growth α⟨v, v̄⟩/r²", "radial/growth_predicted"),
+            mean_of("Measured latent growth", "radial/growth_latent"),
+            mean_of("Prediction's slope and R² on the stream", "radial/growth_slope", "radial/growth_r2"),
+            mean_of("Tangency: latent and stream", "radial/tangency_latent", "radial/tangency_attention"),
+            mean_of("Latent magnitude m", "radial/magnitude"),
+            mean_of("Angular step", "radial/angular_step_attention", "radial/angular_step_ffn"),
+            mean_of("Mean resultant length", "radial/resultant_length"),
         ],
     ),
     Section(
         "Precision and attention",
         [
-            by_head("Log-evidence", "precision/log_evidence"),
-            by_head("Share of outliers", "precision/outlier_share"),
-            by_head("Attention entropy", "attention/entropy"),
-            by_head("Attention on the first token", "attention/mass_first"),
-            by_head("Similarity of v̄ with the own value", "attention/self_similarity"),
-            by_head("Local consensus ε", "attention/consensus_epsilon"),
+            mean_of("Log-evidence", "precision/log_evidence"),
+            mean_of("Share of outliers", "precision/outlier_share"),
+            mean_of("Attention entropy", "attention/entropy"),
+            mean_of("Attention on the first token", "attention/mass_first"),
+            mean_of("Similarity of v̄ with the own value", "attention/self_similarity"),
+            mean_of("Local consensus ε", "attention/consensus_epsilon"),
+            Panel("Every layer and head", media=["diagnostics/layers_and_heads"]),
             Panel("Log-evidence, layer × head", media=["precision/log_evidence/heat_map"]),
             Panel("Attention entropy, layer × head", media=["attention/entropy/heat_map"]),
             Panel("log κ against lag", media=["precision/log_kappa/by_lag"]),
@@ -90,7 +86,7 @@ LAYOUT = [
             Panel("Attention against lag", media=["attention/weight/by_lag"]),
         ],
     ),
-    Section("Parameters", [by_head(name, f"parameters/{name}") for name in PARAMETERS]),
+    Section("Parameters", [mean_of(name, f"parameters/{name}") for name in PARAMETERS]),
 ]
 
 
@@ -133,21 +129,20 @@ def run(options: argparse.Namespace) -> int:
 
 
 def layout() -> dict[str, Any]:
-    """The workspace as plain data: sections, panels, runs grouped by block."""
+    """The workspace as plain data: sections, panels, runs grouped by what varies."""
     return {"x_axis": "tokens", "group_runs_by": "job_type", "sections": [asdict(section) for section in LAYOUT]}
 
 
 def build_workspace(entity: str, project: str, name: str) -> Any:
-    """The layout as a wandb_workspaces.workspaces.Workspace, not yet saved; runs are grouped by block (job type)."""
+    """The layout as a wandb_workspaces.workspaces.Workspace, not saved; runs are grouped by what varies (job type)."""
     import wandb_workspaces.reports.v2 as panels
     import wandb_workspaces.workspaces as workspaces
 
     def chart(panel: Panel) -> Any:
         if panel.media:
             return panels.MediaBrowser(title=panel.title, media_keys=panel.media)
-        lines = {"metric_regex": panel.pattern} if panel.pattern else {"y": panel.metrics}
         band = {"groupby_aggfunc": "mean", "groupby_rangefunc": "stddev"}
-        return panels.LinePlot(title=panel.title, x=panel.x, log_y=panel.log_y or None, **lines, **band)
+        return panels.LinePlot(title=panel.title, x=panel.x, log_y=panel.log_y or None, y=panel.metrics, **band)
 
     return workspaces.Workspace(
         entity=entity,

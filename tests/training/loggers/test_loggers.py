@@ -76,8 +76,9 @@ def test_an_offline_run_holds_what_was_logged(folder, probe, capfd):
     assert run.config["code"] == {"commit": "abc123", "dirty": False, "version": "0.1.0"}
     assert [row["tokens"] for row in run.rows] == [64, 128, 192, 192]
     assert run.rows[0]["train/loss"] == 3.5 and "train/grad_norm" not in run.rows[0]
-    found = run.rows[0]["precision/log_evidence/layer_01/head_1"]
-    assert found == pytest.approx(probe.scalars()["precision/log_evidence/layer_01/head_1"])
+    evidence = [v for name, v in probe.scalars().items() if name.startswith("precision/log_evidence/")]
+    assert len(evidence) == 4
+    assert run.rows[0]["precision/log_evidence"] == pytest.approx(sum(evidence) / 4)
     assert run.metrics["*"].step_metric == "tokens"
     assert run.metrics["val/loss"].summary.min and run.metrics["val/perplexity"].summary.min
     assert run.summary["status"] == "finished" and run.exit_code == 0
@@ -92,13 +93,19 @@ def test_probe_charts_are_native_files(folder, probe):
     (path,) = (folder / "wandb").glob("offline-run-*")
     (run,) = runs_of(folder)
     row = run.rows[0]
-    assert row["radial/magnitude/histogram/layer_01/_type"] == "histogram"
-    assert sum(row["radial/magnitude/histogram/layer_01/values"]) == 24
 
     def figure(name):
         assert row[f"{name}/_type"] == "plotly-file"
         return json.loads((path / "files" / row[f"{name}/path"]).read_text())
 
+    shares = figure("radial/magnitude/histogram")["data"]
+    assert [trace["name"] for trace in shares] == ["layer 0", "layer 1"]
+    assert sum(shares[1]["y"]) == pytest.approx(1.0)
+    table = json.loads((path / "files" / row["diagnostics/layers_and_heads/path"]).read_text())
+    assert table["columns"] == ["quantity", "layer", "head", "value"]
+    known = {tuple(entry[:3]): entry[3] for entry in table["data"]}
+    assert known["precision/log_evidence", 1, 1] == probe.values["precision/log_evidence"][1][1]
+    assert len(known) == len(probe.scalars())
     heat = figure("precision/log_evidence/heat_map")["data"][0]
     assert heat["type"] == "heatmap" and heat["z"] == probe.values["precision/log_evidence"]
     kappa = figure("precision/log_kappa/by_lag")["data"]
@@ -106,6 +113,30 @@ def test_probe_charts_are_native_files(folder, probe):
     wanted = probe.profiles["precision/log_kappa"]
     assert kappa[1]["y"] == [*wanted["y"][1][0], None, *wanted["y"][1][1]]
     assert kappa[1]["x"] == [*wanted["x"], None, *wanted["x"]]
+
+
+def test_the_number_of_names_does_not_grow_with_layers_and_heads():
+    from polarlm.training.loggers.wandb_sink import means_over_layers
+
+    def names(layers, heads):
+        row = {"step": 1, "tokens": 2, "train/loss": 3.0}
+        row |= {f"radial/growth/layer_{n:02d}": 1.0 * n for n in range(layers)}
+        row |= {f"attention/entropy/layer_{n:02d}/head_{h}": 1.0 for n in range(layers) for h in range(heads)}
+        return means_over_layers(row)
+
+    assert (
+        set(names(4, 4)) == set(names(48, 25)) == {"step", "tokens", "train/loss", "radial/growth", "attention/entropy"}
+    )
+    assert names(4, 4)["radial/growth"] == 1.5
+
+
+def test_runs_of_a_sweep_are_grouped_by_what_varies_and_not_by_seed():
+    from polarlm.training.loggers.sinks import what_varies
+
+    overrides = ["block=polar", "optim.lr=0.003", "seed=2", "runs_dir=x"]
+    assert what_varies("polar", overrides, {"block", "optim.lr", "seed"}) == "polar, optim.lr=0.003"
+    assert what_varies("polar", overrides, {"optim.lr", "seed"}) == "optim.lr=0.003"
+    assert what_varies("polar", overrides, {"seed"}) == what_varies("polar", overrides, set()) == "polar"
 
 
 def test_a_continued_run_keeps_its_id(folder):

@@ -1,20 +1,76 @@
-from polarlm.launch.table import step_split
+"""Speed and its share of the hardware's peak: measured honestly, or not told."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from polarlm.launch.table import share_of_peak, speed, step_split
+from polarlm.training.callbacks import Recorder
 from polarlm.training.finish import median
-from polarlm.training.loggers.throughput import gpu_peak, hardware_peak, measured_peak
+from polarlm.training.loggers import throughput
+from polarlm.training.loggers.throughput import MEASUREMENTS, HardwarePeak, believable_share, gpu_peak, measured_peak
 
 
-def test_known_gpus_have_a_peak_per_precision_and_unknown_ones_have_none():
-    assert gpu_peak("NVIDIA A100-SXM4-80GB", "bf16-mixed") == 312e12
-    assert gpu_peak("NVIDIA A100-SXM4-80GB", "32-true") == 156e12
-    assert gpu_peak("NVIDIA H100 PCIe", "bf16-mixed") == 756e12
-    assert gpu_peak("NVIDIA H100 80GB HBM3", "bf16-mixed") == 989e12
-    assert gpu_peak("NVIDIA T4", "16-mixed") == 65e12
-    assert gpu_peak("Some New GPU", "bf16-mixed") is None
+@pytest.mark.parametrize(
+    ("name", "precision", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "bf16-mixed", 312e12),
+        ("NVIDIA H100 PCIe", "bf16-mixed", 756e12),
+        ("Tesla T4", "16-mixed", 65e12),
+        ("Some New GPU", "bf16-mixed", None),
+    ],
+)
+def test_a_gpus_peak_is_the_data_sheets_and_an_unknown_one_has_none(monkeypatch, name, precision, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
+    assert gpu_peak(torch.device("cuda", 0), precision) == peak
 
 
-def test_the_cpu_peak_is_measured_and_an_unmeasured_precision_is_unknown():
+def test_the_cpu_peak_is_measured_without_touching_the_runs_random_numbers():
+    before = torch.get_rng_state()
     assert 1e8 < measured_peak(size=128, seconds=0.02) < 1e14
-    assert hardware_peak("cpu", "bf16-mixed", 1) is None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_best_of_several_measurements_spread_over_the_run_counts(monkeypatch):
+    found = iter([3e9, 9e9, 5e9, 1e9, 1e9, 1e9, 1e9, 1e9])
+    monkeypatch.setattr(throughput, "measured_peak", lambda seconds: next(found))
+    peak = HardwarePeak("cpu", "32-true", 1)
+    taken = []
+    for step in range(0, 1001):
+        if peak.due(step, 1000):
+            peak.measure()
+            taken.append(step)
+    assert len(taken) == MEASUREMENTS and taken[:3] == [0, 125, 250]
+    assert peak.best == 9e9
+    assert peak.share(4.5e9) == pytest.approx(0.5)
+
+
+def test_more_than_the_peak_is_not_believed_and_not_printed():
+    assert believable_share(2.69e9, 1e9) is None and believable_share(1e9, None) is None
+    assert share_of_peak(None) == "" and "12 %" in share_of_peak(0.12)
+    assert HardwarePeak("cpu", "bf16-mixed", 1).due(0, 10) is False
+
+
+def test_tokens_per_second_and_seconds_of_the_final_table_count_the_same_time():
+    line = speed({"tokens": 120_000, "seconds": 90.0, "training_seconds": 60.0, "tokens_per_second": 2000.0})
+    assert line == "120,000 in 1:00 of training (2.0k tokens/s), 0:30 more for validation and diagnostics"
+
+
+def test_pauses_are_in_the_total_time_but_not_in_training_time_also_after_a_restart():
+    rows = []
+    logger = SimpleNamespace(log_metrics=lambda row, step: rows.append(row))
+    trainer = SimpleNamespace(loggers=[logger], global_step=0, max_steps=10)
+    recorder = Recorder(batch_tokens=64, flops_per_token=10, log_every=1)
+    recorder.load_state_dict({"seconds": 100.0, "paused": 40.0})
+    recorder.on_train_start(trainer, None)
+    time.sleep(0.05)
+    recorder.pause(0.05)
+    recorder.write(trainer, 1)
+    assert rows[0]["seconds"] >= 100.05
+    assert rows[0]["seconds"] - rows[0]["training_seconds"] == pytest.approx(40.05, abs=2e-3)
+    assert recorder.state_dict()["paused"] == pytest.approx(40.05)
 
 
 def test_a_typical_step_is_the_median_without_the_first_warming_up():
