@@ -133,4 +133,4 @@ def formatted(name: str, value: Any) -> str:
     metric = metric_of(name)
     if value is None or metric is None:
         return "–" if value is None else f"{value:.6g}"
-    return f"{value:,.{metric.digits}f}" if abs(value) < 1e7 else f"{value:.3g}"
+    return f"{value:,.{metric.digits}f}" if abs(value) < 1e5 else f"{value:.3g}"
