@@ -112,7 +112,7 @@ def verify(options: argparse.Namespace) -> int:
     damaged = {
         str(part.folder / file): what for part in parts for file, what in find_damage(part, thorough=True).items()
     }
-    if any(part.tokenizer.fingerprint != part.manifest["tokenizer"]["fingerprint"] for part in parts):
+    if not all(part.tokenizer_intact() for part in parts):
         print(
             f"damaged: the tokenizer is not the one the tokens were made with; delete {corpus.folder} and prepare again"
         )

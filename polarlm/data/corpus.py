@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -13,11 +14,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from polarlm.data.atomic import write_json
+from polarlm.data.atomic import explained, locked, read_json, write_json
 from polarlm.data.config import SPLITS, DataConfig, read_config
 from polarlm.data.read.source import Source, open_source
 from polarlm.data.read.splits import SplitPlan
-from polarlm.data.store.build import MANIFEST, build_store, corpus_fingerprint, lock, partial_folder
+from polarlm.data.store.build import MANIFEST, build_store, corpus_fingerprint, partial_folder, read_manifest
 from polarlm.data.store.sections import SECTION_BYTES, shard_damage
 from polarlm.data.store.tokens import TokenStore
 from polarlm.data.tokenizers.config import TokenizerConfig, read_tokenizer_config
@@ -41,6 +42,13 @@ class Corpus:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer the stored ids belong to."""
         return load_tokenizer(self.folder / "tokenizer")
+
+    def tokenizer_intact(self) -> bool:
+        """Whether the stored tokenizer can be read and is the one that the tokens were made with."""
+        try:
+            return self.tokenizer.fingerprint == self.manifest["tokenizer"]["fingerprint"]
+        except UserError:
+            return False
 
     @property
     def splits(self) -> list[str]:
@@ -99,17 +107,21 @@ def build_corpus(
     """Open the prepared corpus for these settings, preparing it first if that was not done or was interrupted."""
     config, tokens = read_config(data), read_tokenizer_config(tokenizer)
     cache = Path(cache_dir)
-    cache.mkdir(parents=True, exist_ok=True)
+    with explained(cache):
+        cache.mkdir(parents=True, exist_ok=True)
     if config.source == "mixture":
         from polarlm.data.order.mixture import build_mixture
 
         return build_mixture(config, tokens, cache, section_bytes)
     prepared, source, fingerprint, folder = _place(config, tokens, cache, section_bytes)
-    with lock(folder):
-        corpus = _open(folder)
-        if corpus is None:
-            build_store(folder, prepared, tokens, source, fingerprint, section_bytes)
-            corpus = Corpus(folder, json.loads((folder / MANIFEST).read_text()))
+    corpus = _opened(folder)  # without the lock: a prepared cache may be read-only
+    if corpus is None:
+        with locked(folder):
+            corpus = _opened(folder)
+            if corpus is None:
+                _make_room(folder)
+                build_store(folder, prepared, tokens, source, fingerprint, section_bytes)
+                corpus = Corpus(folder, json.loads((folder / MANIFEST).read_text()))
     if config.streaming:
         plan = SplitPlan(**json.loads((corpus.folder / "plan.json").read_text()))
         corpus.stream = (open_source(config, cache), plan)
@@ -125,7 +137,8 @@ def prepared_corpus(
     if config.source == "mixture":
         return build_corpus(data, tokenizer, cache_dir, section_bytes=section_bytes)
     *_, folder = _place(config, tokens, Path(cache_dir), section_bytes)
-    return Corpus(folder, json.loads((folder / MANIFEST).read_text())) if (folder / MANIFEST).exists() else None
+    manifest = read_manifest(folder)
+    return None if manifest is None else Corpus(folder, manifest)
 
 
 def _place(
@@ -139,22 +152,29 @@ def _place(
     return prepared, source, fingerprint, cache / f"{config.name}-{tokens.kind}-{fingerprint[:12]}"
 
 
-def _open(folder: Path) -> Corpus | None:
-    """The corpus in a finished folder; a damaged one is turned back into a partial build and None is returned."""
-    manifest = folder / MANIFEST
-    if not manifest.exists():
-        return None
-    corpus = Corpus(folder, json.loads(manifest.read_text()))
-    damaged = find_damage(corpus)
-    if not damaged:
-        return corpus
+def _opened(folder: Path) -> Corpus | None:
+    """The corpus in a finished folder, if it is there and whole."""
+    manifest = read_manifest(folder)
+    corpus = None if manifest is None else Corpus(folder, manifest)
+    return corpus if corpus is not None and corpus.tokenizer_intact() and not find_damage(corpus) else None
+
+
+def _make_room(folder: Path) -> None:
+    """Turn a damaged corpus back into a partial build, without what is damaged."""
+    if not folder.exists():
+        return
+    manifest = read_manifest(folder)
+    if manifest is None or not Corpus(folder, manifest).tokenizer_intact():
+        print(f"{folder}: the manifest or the tokenizer is damaged. Building the corpus anew.", file=sys.stderr)
+        shutil.rmtree(folder)
+        return
+    damaged = find_damage(Corpus(folder, manifest))
     print(f"{folder}: {'; '.join(damaged.values())}. Rebuilding the damaged sections.", file=sys.stderr)
     partial = partial_folder(folder)
     shutil.rmtree(partial, ignore_errors=True)
     os.rename(folder, partial)
     for file in damaged:
         (partial / f"section-{file.split('-')[1][:5]}.json").unlink(missing_ok=True)
-    return None
 
 
 def find_damage(corpus: Corpus, thorough: bool = False) -> dict[str, str]:
@@ -167,9 +187,10 @@ def find_damage(corpus: Corpus, thorough: bool = False) -> dict[str, str]:
         stats[name] = [path.stat().st_size, path.stat().st_mtime_ns] if path.exists() else None
     seal = corpus.folder / "verified.json"
     small = sum(stat[0] for stat in stats.values() if stat) <= _ALWAYS_VERIFY
-    if not thorough and not small and seal.exists() and json.loads(seal.read_text()) == stats:
+    if not thorough and not small and read_json(seal) == stats:
         return {}
     damage = {shard["file"]: what for shard in shards if (what := shard_damage(corpus.folder, shard))}
     if not damage and not small:
-        write_json(seal, stats)
+        with contextlib.suppress(UserError):  # a read-only cache is checked at every opening
+            write_json(seal, stats)
     return damage

@@ -7,6 +7,7 @@ every chunk where it leaves least room. What stays empty is padded and ignored b
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -62,13 +63,24 @@ class PackedSequences:
 def packing_plan(store: TokenStore, context: int, packing: str) -> list[np.ndarray]:
     """The arrays of _ARRAYS, memory-mapped from beside the store; made if missing, and kept if that can be written."""
     folder = Path(store.folder) / "packed" / f"{store.split}-{packing}-{context}-{store.fingerprint[:12]}"
-    if not folder.exists():
-        arrays = _plan(store, context, packing)
-        try:
-            _keep(folder, arrays)
-        except OSError:  # a read-only or full cache: the plan is then made anew by every run
-            return arrays
-    return [np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS]
+    kept = _kept(folder, len(store))
+    if kept is not None:
+        return kept
+    arrays = _plan(store, context, packing)
+    with contextlib.suppress(OSError):  # where the cache is read-only or full, every run makes its plan anew
+        _keep(folder, arrays)
+    return _kept(folder, len(store)) or arrays  # mapped, so that workers share it
+
+
+def _kept(folder: Path, tokens: int) -> list[np.ndarray] | None:
+    """A plan that was made before; None if there is none or it is damaged."""
+    try:
+        arrays = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS]
+    except (OSError, ValueError, EOFError):
+        return None
+    begins, lengths, targets, sequences = arrays
+    whole = len(begins) == len(lengths) == len(targets) == sequences[-1] and lengths.sum(dtype=np.int64) == tokens
+    return arrays if whole else None
 
 
 def _keep(folder: Path, arrays: list[np.ndarray]) -> None:
@@ -77,11 +89,11 @@ def _keep(folder: Path, arrays: list[np.ndarray]) -> None:
         beside.mkdir(parents=True)
         for name, array in zip(_ARRAYS, arrays):
             np.save(beside / f"{name}.npy", array)
+        shutil.rmtree(folder, ignore_errors=True)  # a damaged one
         os.rename(beside, folder)
     except OSError:
         shutil.rmtree(beside, ignore_errors=True)
-        if not folder.exists():  # otherwise somebody else was faster with the same plan
-            raise
+        raise
 
 
 def _plan(store: TokenStore, context: int, packing: str) -> list[np.ndarray]:

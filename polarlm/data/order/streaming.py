@@ -7,6 +7,7 @@ again from the nearest remembered place (the index beside the store); documents 
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import deque
 from pathlib import Path
@@ -85,13 +86,13 @@ class StreamingSequences:
 
     def _go_to(self, position: int) -> None:
         place: dict[str, Any] = {"tokens": 0, "state": None}
-        for line in self.index.read_text().splitlines() if self.index.exists() else []:
+        for line in self.index.read_text(errors="replace").splitlines() if self.index.exists() else []:
             try:
                 remembered = json.loads(line)
-            except json.JSONDecodeError:
+                if place["tokens"] < remembered["tokens"] <= position and remembered["state"]["piece"] >= 0:
+                    place = remembered
+            except (ValueError, KeyError, TypeError):
                 continue  # the last line of a killed run
-            if place["tokens"] < remembered["tokens"] <= position:
-                place = remembered
         # Blocks are (first token's position, tokens, document starts within).
         self._blocks: deque[tuple[int, np.ndarray, np.ndarray]] = deque()
         self._begin = self._end = self._remembered = place["tokens"]
@@ -122,7 +123,8 @@ class StreamingSequences:
             self._end += len(block)
         if self._end >= self._remembered + _REMEMBER_EVERY and self._reader.at_piece_end:
             self._remembered = self._end
-            with open(self.index, "a") as file:
+            # Where nothing can be written (a read-only cache), a resumed run reads from the beginning.
+            with contextlib.suppress(OSError), open(self.index, "a") as file:
                 file.write(json.dumps({"tokens": self._end, "state": self._reader.state}) + "\n")
 
     @property

@@ -7,6 +7,7 @@ import glob
 import hashlib
 import io
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -111,35 +112,40 @@ class FileUnit:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[IO[bytes]]:
-        packed = _shape(self.path)[1]
-        with contextlib.ExitStack() as stack:
-            file: Any
-            if packed == ".gz":
-                import gzip
+        try:
+            with contextlib.ExitStack() as stack:
+                yield self._unpacked(stack, _shape(self.path)[1])
+        except (UserError, UnicodeDecodeError):
+            raise
+        except _unreadable() as error:
+            raise UserError(f"{self.path} cannot be read to its end ({error}); is the file complete?") from None
 
-                file = gzip.open(self.path, "rb")  # noqa: SIM115  (the stack closes it)
-            elif packed == ".xz":
-                import lzma
+    def _unpacked(self, stack: contextlib.ExitStack, packed: str) -> IO[bytes]:
+        file: Any
+        if packed == ".gz":
+            import gzip
 
-                file = lzma.open(self.path, "rb")  # noqa: SIM115
-            elif packed == ".zst":
-                import zstandard
+            file = gzip.open(self.path, "rb")  # noqa: SIM115  (the stack closes it)
+        elif packed == ".xz":
+            import lzma
 
-                raw = stack.enter_context(open(self.path, "rb"))
-                file = io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True))
-            elif packed == ".zip":
-                import zipfile
+            file = lzma.open(self.path, "rb")  # noqa: SIM115
+        elif packed == ".zst":
+            import zstandard
 
-                archive = stack.enter_context(zipfile.ZipFile(self.path))
-                members = [m for m in archive.namelist() if not m.endswith("/")]
-                if len(members) != 1:
-                    raise UserError(
-                        f"{self.path} holds {len(members)} files; unpack it and give the folder as data.path."
-                    )
-                file = archive.open(members[0])
-            else:
-                file = open(self.path, "rb")  # noqa: SIM115
-            yield stack.enter_context(file)
+            raw = stack.enter_context(open(self.path, "rb"))  # noqa: SIM115
+            file = io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True))
+        elif packed == ".zip":
+            import zipfile
+
+            archive = stack.enter_context(zipfile.ZipFile(self.path))
+            members = [m for m in archive.namelist() if not m.endswith("/")]
+            if len(members) != 1:
+                raise UserError(f"{self.path} holds {len(members)} files; unpack it and give the folder as data.path.")
+            file = archive.open(members[0])
+        else:
+            file = open(self.path, "rb")  # noqa: SIM115
+        return stack.enter_context(file)
 
     @contextlib.contextmanager
     def _text(self) -> Iterator[io.TextIOWrapper]:
@@ -150,8 +156,6 @@ class FileUnit:
                 yield wrapped
             except UnicodeDecodeError as error:
                 raise UserError(self._not_utf8(error)) from None
-            except (EOFError, OSError) as error:
-                raise UserError(f"{self.path} cannot be read to its end ({error}); is the file complete?") from None
 
     def _not_utf8(self, error: UnicodeDecodeError) -> str:
         with self._open() as raw:
@@ -180,9 +184,9 @@ class FileUnit:
             where = f"{self.path} line {number}"
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 hint = " (one JSON object per line is expected, not one big array)" if line.lstrip()[0] == "[" else ""
-                raise UserError(f"{where} is not JSON: {error.msg}{hint}.") from None
+                raise UserError(f"{where} is not JSON: {getattr(error, 'msg', error)}{hint}.") from None
             if not isinstance(row, dict) or self.config.column not in row:
                 keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
                 raise UserError(f"{where} has no key {self.config.column!r} (it has: {keys}); set data.column.")
@@ -201,6 +205,17 @@ class FileUnit:
                 file = spool
             for number, value in enumerate(column_values(file, kind, self.path, self.config.column)):
                 yield checked_text(value, f"{self.path} row {number}", self.config)
+
+
+def _unreadable() -> tuple[type[Exception], ...]:
+    # Every library of compression has its own kind of error for a file that is not what its name says.
+    import lzma
+    import zipfile
+    import zlib
+
+    import zstandard
+
+    return EOFError, OSError, RuntimeError, lzma.LZMAError, zipfile.BadZipFile, zlib.error, zstandard.ZstdError
 
 
 def checked_text(value: Any, where: str, config: DataConfig) -> str:
@@ -228,5 +243,6 @@ def file_units(path: str, config: DataConfig) -> list[FileUnit]:
     units = []
     for file in files:
         name = str(file.relative_to(root)) if file.is_relative_to(root) else file.name
+        name = os.fsencode(name).decode(errors="backslashreplace")  # a name need not be UTF-8
         units.append(FileUnit(file, name, split_of(file, root) if len(files) > 1 else None, config))
     return units

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import glob
-import hashlib
+import http.client
 import os
+import shutil
 import sys
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
-from filelock import FileLock
-
+from polarlm.data.atomic import explained, file_sha256, locked
 from polarlm.data.config import DataConfig
 from polarlm.data.read.files import file_units
 from polarlm.errors import UserError
@@ -57,41 +57,50 @@ def _say_once(message: str) -> None:
 def download(config: DataConfig, cache_dir: Path) -> Path:
     """Fetch data.url once, beside and renamed, and compare it with its checksum."""
     assert config.url is not None
-    target = cache_dir / "downloads" / f"{config.name}-{config.url.rsplit('/', 1)[1]}"
-    if target.exists():
+    target = cache_dir / "downloads" / f"{config.name}-{Path(urlsplit(config.url).path).name}"
+    if _whole(target, config):
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{target}.lock"):
-        if not target.exists():
+    with explained(target.parent):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    with locked(target):
+        if not _whole(target, config):
             _fetch(config, target)
     return target
+
+
+def _whole(target: Path, config: DataConfig) -> bool:
+    return target.exists() and (config.sha256 is None or config.sha256 == file_sha256(target))
 
 
 def _fetch(config: DataConfig, target: Path) -> None:
     assert config.url is not None
     beside = target.with_name(target.name + ".tmp")
-    digest = hashlib.sha256()
     print(f"data={config.name}: downloading {config.url}", file=sys.stderr)
     try:
-        with urllib.request.urlopen(config.url, timeout=10) as answer, open(beside, "wb") as file:
-            while block := answer.read(1 << 20):
-                file.write(block)
-                digest.update(block)
-            file.flush()
-            os.fsync(file.fileno())
-    except (urllib.error.URLError, OSError) as error:
+        with urllib.request.urlopen(config.url, timeout=10) as answer:
+            length = answer.headers.get("Content-Length", "")
+            expected = int(length) if length.isdecimal() else None
+            with explained(target, lambda: expected), open(beside, "wb") as file:
+                shutil.copyfileobj(answer, file, 1 << 20)
+                file.flush()
+                os.fsync(file.fileno())
+        if expected is not None and beside.stat().st_size != expected:
+            raise OSError(f"it broke off after {beside.stat().st_size:,} of {expected:,} bytes")
+        digest = file_sha256(beside)
+        if config.sha256 not in (None, digest):
+            raise UserError(
+                f"{config.url} does not have the expected content (sha256 {digest}, expected {config.sha256}); "
+                "get the file by other means and give it with data.path."
+            )
+        os.replace(beside, target)
+    except (OSError, http.client.HTTPException) as error:
         put = f"put the file at data/raw/{config.local}, or " if config.local and "*" not in config.local else ""
         raise UserError(
             f"data={config.name} cannot be downloaded from {config.url} ({getattr(error, 'reason', error)}). Without "
             f"network, {put}give it with data.path=<file>. {_OFFLINE_CHOICES}"
         ) from None
-    if config.sha256 and digest.hexdigest() != config.sha256:
-        beside.unlink()
-        raise UserError(
-            f"{config.url} does not have the expected content (sha256 {digest.hexdigest()}, expected {config.sha256}); "
-            "get the file by other means and give it with data.path."
-        )
-    os.replace(beside, target)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def hub_tokenizer(config: TokenizerConfig) -> Path:

@@ -12,9 +12,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from filelock import FileLock
-
-from polarlm.data.atomic import write_beside
+from polarlm.data.atomic import explained, locked, write_beside
 
 EXTRACTOR = 2  # raise it when the rules below change: the cached text is then written anew
 _SKIPPED = ("test", "tests", "idle_test", "lib2to3", "site-packages", "__pycache__", "pydoc_data")
@@ -26,8 +24,9 @@ def pydocs_file(cache_dir: Path) -> Path:
     target = cache_dir / f"pydocs-{platform.python_implementation()}-{platform.python_version()}-{EXTRACTOR}.jsonl"
     if target.exists():
         return target
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{target}.lock"):
+    with explained(cache_dir):
+        cache_dir.mkdir(parents=True, exist_ok=True)
+    with locked(target):
         if not target.exists():
             lines = (json.dumps({"title": title, "text": text}) + "\n" for title, text in extract())
             write_beside(target, "".join(lines).encode())

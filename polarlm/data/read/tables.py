@@ -16,8 +16,8 @@ def column_values(file: IO[bytes], kind: str, path: Path, column: str) -> Iterat
     try:
         for batch in _parquet(file, path, column) if kind == ".parquet" else _arrow(file, path, column):
             yield from batch.column(column).to_pylist()
-    except pa.ArrowInvalid as error:
-        raise UserError(f"{path} is not a readable {kind} file: {error}") from None
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path} is not a readable {kind} file: {str(error).splitlines()[0]}") from None
 
 
 def _parquet(file: IO[bytes], path: Path, column: str) -> Iterator[Any]:

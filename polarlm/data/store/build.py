@@ -6,15 +6,12 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
-from polarlm.data.atomic import write_json
+from polarlm.data.atomic import explained, locked, read_json, write_json
 from polarlm.data.config import SPLITS, DataConfig, read_config
 from polarlm.data.read.source import Source, open_source
 from polarlm.data.read.splits import SplitPlan, SplitReader, plan_splits
@@ -42,18 +39,6 @@ def corpus_fingerprint(config: DataConfig, tokens: TokenizerConfig, source: Sour
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def lock(folder: Path) -> FileLock:
-    """The lock of a folder that is being made; says so if somebody else holds it."""
-    # The operating system frees the lock of a killed process by itself.
-    held = FileLock(f"{folder}.lock")
-    try:
-        held.acquire(timeout=1)
-        held.release()
-    except Timeout:
-        print(f"{folder.name} is being prepared by another process; waiting for it.", file=sys.stderr, flush=True)
-    return held
-
-
 def partial_folder(folder: Path) -> Path:
     """Where an unfinished build of `folder` lies."""
     return folder.with_name(folder.name + ".partial")
@@ -64,10 +49,11 @@ def build_store(
 ) -> None:
     """Build a corpus beside `folder`, or finish building it, and rename it into place."""
     partial = partial_folder(folder)
-    partial.mkdir(parents=True, exist_ok=True)
+    with explained(partial):
+        partial.mkdir(parents=True, exist_ok=True)
     plan = _plan(partial, source, config)
     tokenizer = _tokenizer(partial, tokens, source, plan)
-    before = json.loads((partial / MANIFEST).read_text()) if (partial / MANIFEST).exists() else None
+    before = read_manifest(partial)
     with PrepareProgress(config.name, _expected_bytes(source)) as progress:
         sections = build_sections(partial, source, plan, tokenizer, progress, config.workers, section_bytes)
     splits = _summaries(sections)
@@ -86,9 +72,26 @@ def build_store(
     os.rename(partial, folder)
 
 
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """What a store says of itself; None where it says nothing or nothing that can be relied on."""
+    manifest = read_json(folder / MANIFEST)
+    try:
+        if not all(manifest[key] for key in ("name", "fingerprint", "dtype", "tokenizer", "splits")):
+            return None
+        for summary in manifest["splits"].values():
+            for shard in summary["shards"]:
+                if not all(isinstance(shard[key], str) for key in ("file", "documents_file", "sha256")):
+                    return None
+            if sum(shard["tokens"] for shard in summary["shards"]) != summary["tokens"]:
+                return None
+    except (AttributeError, KeyError, TypeError):
+        return None
+    return manifest
+
+
 def _plan(partial: Path, source: Source, config: DataConfig) -> SplitPlan:
     path = partial / "plan.json"
-    if not path.exists():
+    if not isinstance(read_json(path), dict):
         write_json(path, asdict(plan_splits(source, config.split)))
     return SplitPlan(**json.loads(path.read_text()))
 
@@ -96,11 +99,19 @@ def _plan(partial: Path, source: Source, config: DataConfig) -> SplitPlan:
 def _tokenizer(partial: Path, tokens: TokenizerConfig, source: Source, plan: SplitPlan) -> Tokenizer:
     folder = partial / "tokenizer"
     if not folder.exists():
-        beside = partial / "tokenizer.tmp"
-        shutil.rmtree(beside, ignore_errors=True)
-        make_tokenizer(tokens, lambda train_only: _texts(source, plan, train_only)).save(beside)
-        os.rename(beside, folder)
+        _save(make_tokenizer(tokens, lambda train_only: _texts(source, plan, train_only)), folder)
     return load_tokenizer(folder)
+
+
+def _save(tokenizer: Tokenizer, folder: Path) -> None:
+    beside = partial_folder(folder)
+    shutil.rmtree(beside, ignore_errors=True)
+    try:
+        tokenizer.save(beside)
+        os.rename(beside, folder)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
 
 
 def corpus_texts(data: Mapping[str, Any], cache: Path, train_only: bool) -> Iterator[str]:
@@ -117,12 +128,10 @@ def trained_tokenizer(
     configs = [read_config(part) for part in parts]
     prints = [corpus_fingerprint(config, tokens, open_source(config, cache), 0) for config in configs]
     folder = cache / f"tokenizer-{tokens.kind}-{hashlib.sha256(''.join(prints).encode()).hexdigest()[:12]}"
-    with lock(folder):
-        if not folder.exists():
-            beside = partial_folder(folder)
-            shutil.rmtree(beside, ignore_errors=True)
-            make_tokenizer(tokens, texts).save(beside)
-            os.rename(beside, folder)
+    if not folder.exists():
+        with locked(folder):
+            if not folder.exists():
+                _save(make_tokenizer(tokens, texts), folder)
     return folder
 
 

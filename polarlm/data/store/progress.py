@@ -12,8 +12,8 @@ _QUIET_SECONDS = 10.0
 class PrepareProgress:
     """Documents, MB/s, tokens and time left; `advance` is called once per chunk of text."""
 
-    def __init__(self, name: str, expected_bytes: int | None, skipped_bytes: int = 0):
-        self.name, self.expected, self.skipped = name, expected_bytes, skipped_bytes
+    def __init__(self, name: str, expected_bytes: int | None):
+        self.name, self.expected = name, expected_bytes
         self.documents = self.bytes = self.tokens = 0
         self._begin = self._spoken = time.monotonic()
         self._bar: Any = None
@@ -44,10 +44,16 @@ class PrepareProgress:
         self.tokens += tokens
         now = time.monotonic()
         if self._bar is not None:
-            self._bar.update(self._task, completed=self.skipped + self.bytes, line=self.line())
+            self._bar.update(self._task, completed=self.bytes, line=self.line())
         elif now - self._spoken > _QUIET_SECONDS:
             self._spoken = now
             print(f"preparing {self.name}: {self.line()}", file=sys.stderr, flush=True)
+
+    def tokens_left(self) -> int | None:
+        """How many more tokens the rest of the text will give, judged by what was read; None where nobody knows."""
+        if not self.expected or not self.bytes:
+            return None
+        return int(max(self.expected - self.bytes, 0) / self.bytes * self.tokens)
 
     def line(self) -> str:
         """The numbers as one line of text."""
@@ -55,6 +61,6 @@ class PrepareProgress:
         speed = self.bytes / seconds
         text = f"{self.documents:,} documents, {self.tokens:,} tokens, {speed / 1e6:.1f} MB/s"
         if self.expected and speed > 0:
-            left = max(self.expected - self.skipped - self.bytes, 0) / speed
+            left = max(self.expected - self.bytes, 0) / speed
             text += f", about {left:.0f} s left" if left < 120 else f", about {left / 60:.0f} min left"
         return text

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.data.atomic import file_sha256, write_json
+from polarlm.data.atomic import explained, file_sha256, flush_folder, read_json, write_json
 from polarlm.data.config import SPLITS
 from polarlm.data.read.documents import Piece
 from polarlm.data.read.source import Source
@@ -78,10 +77,9 @@ def build_sections(
 
 def finished_section(folder: Path, number: int) -> dict[str, Any] | None:
     """The record of a section whose files are all there with the right checksums, else None."""
-    path = folder / f"section-{number:05d}.json"
-    if not path.exists():
+    record = read_json(folder / f"section-{number:05d}.json")
+    if not isinstance(record, dict):
         return None
-    record = json.loads(path.read_text())
     shards = record["splits"].values()
     return record if all(shard_damage(folder, shard) is None for shard in shards) else None
 
@@ -107,10 +105,14 @@ def _build_section(
     with contextlib.ExitStack() as stack:
         writers: dict[str, _ShardWriter] = {}
 
+        def needed() -> int | None:
+            left = progress.tokens_left()
+            return None if left is None else left * tokenizer.dtype.itemsize
+
         def write(future: Future[dict[str, _Encoded]]) -> None:
             for split, encoded in future.result().items():
                 if split not in writers:
-                    writers[split] = stack.enter_context(_ShardWriter(folder, split, number, tokenizer.dtype))
+                    writers[split] = stack.enter_context(_ShardWriter(folder, split, number, needed))
                 writers[split].add(encoded)
                 progress.advance(len(encoded.starts), encoded.bytes, encoded.length)
 
@@ -178,30 +180,36 @@ def encode_chunk(
 class _ShardWriter:
     """Appends to the files of one shard under temporary names; `finish` flushes and renames them."""
 
-    def __init__(self, folder: Path, split: str, number: int, dtype: np.dtype):
-        self.folder, self.split, self.number = folder, split, number
+    def __init__(self, folder: Path, split: str, number: int, needed: Callable[[], int | None]):
+        self.folder, self.split, self.number, self._needed = folder, split, number, needed
         stem = f"{split}-{number:05d}"
         self.names = {"tokens": f"{stem}.bin", "starts": f"{stem}.docs"}
         self.names |= {what: hash_file(folder, split, what, number).name for what in ("documents", "paragraphs")}
         self.tokens = self.documents = self.bytes = self.unknown = 0
 
     def __enter__(self) -> _ShardWriter:
-        self._files = {what: open(self.folder / f"{name}.tmp", "wb") for what, name in self.names.items()}  # noqa: SIM115
+        self._files = {what: open(self._beside(what), "wb") for what in self.names}  # noqa: SIM115
         self._digests = {what: hashlib.sha256() for what in ("tokens", "starts")}
         return self
 
     def __exit__(self, *error: object) -> None:
-        for file in self._files.values():
-            file.close()
+        for what, file in self._files.items():
+            with contextlib.suppress(OSError):  # a full disk refuses the rest of the buffer once more
+                file.close()
+            self._beside(what).unlink(missing_ok=True)
+
+    def _beside(self, what: str) -> Path:
+        return self.folder / f"{self.names[what]}.tmp"
 
     def add(self, encoded: _Encoded) -> None:
         """Append one encoded chunk."""
         starts = np.array(encoded.starts, "<u8") + np.uint64(self.tokens)
-        for part in encoded.tokens:
-            self._write("tokens", part.tobytes())
-        self._write("starts", starts.tobytes())
-        for what, hashes in encoded.hashes.items():
-            self._files[what].write(hashes.tobytes())
+        with explained(self.folder / self.names["tokens"], self._needed):
+            for part in encoded.tokens:
+                self._write("tokens", part.tobytes())
+            self._write("starts", starts.tobytes())
+            for what, hashes in encoded.hashes.items():
+                self._files[what].write(hashes.tobytes())
         self.tokens += encoded.length
         self.documents += len(encoded.starts)
         self.bytes += encoded.bytes
@@ -213,10 +221,12 @@ class _ShardWriter:
 
     def finish(self) -> dict[str, Any]:
         """Make the files durable under their final names and return the shard's record."""
-        for what, file in self._files.items():
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(f"{self.folder / self.names[what]}.tmp", self.folder / self.names[what])
+        with explained(self.folder / self.names["tokens"], self._needed):
+            for what, file in self._files.items():
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(self._beside(what), self.folder / self.names[what])
+        flush_folder(self.folder)
         return {
             "file": self.names["tokens"], "documents_file": self.names["starts"], "tokens": self.tokens,
             "documents": self.documents, "bytes": self.bytes, "unknown": self.unknown,

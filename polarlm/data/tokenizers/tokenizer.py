@@ -6,7 +6,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,8 @@ class CharTokenizer(Tokenizer):
     kind = "char"
 
     def __init__(self, alphabet: str):
+        if not isinstance(alphabet, str) or not alphabet or list(alphabet) != sorted(set(alphabet)):
+            raise UserError("A character tokenizer needs its characters in order, each once.")
         self.alphabet = alphabet
         self.vocab_size = len(alphabet)
         self._points = np.array([ord(c) for c in alphabet], np.uint32)
@@ -148,6 +150,8 @@ class WordTokenizer(Tokenizer):
     kind = "word"
 
     def __init__(self, words: list[str]):
+        if len(set(words)) != len(words) or not {"<eos>", "<unk>"} <= set(words):
+            raise UserError("A word tokenizer needs every word once, <eos> and <unk> among them.")
         self.words = words
         self.vocab_size = len(words)
         self._ids = {word: i for i, word in enumerate(words)}
@@ -200,13 +204,18 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         from polarlm.data.tokenizers.bpe import SubwordTokenizer
 
         return SubwordTokenizer.from_file(folder)
-    saved = json.loads((folder / DESCRIPTION).read_text())
-    if saved["kind"] == "byte":
-        return ByteTokenizer()
-    if saved["kind"] == "char":
-        return CharTokenizer(saved["alphabet"])
-    if saved["kind"] == "word":
-        return WordTokenizer(saved["words"])
     from polarlm.data.tokenizers.bpe import SubwordTokenizer
 
-    return SubwordTokenizer.from_file(folder, eos=saved["eos"])
+    makers: dict[str, Callable[[dict[str, Any]], Tokenizer]] = {
+        "byte": lambda saved: ByteTokenizer(),
+        "char": lambda saved: CharTokenizer(saved["alphabet"]),
+        "word": lambda saved: WordTokenizer(saved["words"]),
+        "bpe": lambda saved: SubwordTokenizer.from_file(folder, eos=saved["eos"]),
+    }
+    try:
+        saved = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+        return makers[saved["kind"]](saved)
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{folder / DESCRIPTION} is damaged ({type(error).__name__}: {error}).") from None
