@@ -14,6 +14,7 @@ import torch
 from polarlm.errors import UserError
 
 from .call import KERNELS, AttentionOutput, RobustCall, Weights, check_residual_form
+from .native_backend import native_attention, native_obstacle
 from .noise import DirectionalNoise, RadialNoise
 from .reduction import reduced_attention, reduction_obstacle
 from .reference import reference_attention
@@ -43,6 +44,7 @@ class Backend(NamedTuple):
 BACKENDS = {
     "reference": Backend(reference_attention, lambda call: None),
     "reduction": Backend(reduced_attention, reduction_obstacle),
+    "native": Backend(native_attention, native_obstacle),
     "streaming": Backend(streaming_attention, streaming_obstacle),
     "triton": Backend(triton_attention, triton_obstacle),
 }

@@ -1,0 +1,42 @@
+// Robust attention for CPUs: both passes as one parallel loop each, called from Python with raw pointers (native.py).
+// Compiled once for REAL=float and, where somebody asks for it, once for REAL=double.
+#include "backward.h"
+#include "forward.h"
+
+using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel of the runtime torch uses
+
+template <class Work> struct Crew {
+    Work work;
+    int64_t items;
+    std::atomic<int64_t> next{0};
+    // Whoever is free takes the next item, so a thread that the system has put aside delays one item only.
+    static void join(void* self) {
+        auto& crew = *static_cast<Crew*>(self);
+        for (int64_t item; (item = crew.next.fetch_add(1)) < crew.items;) crew.work(item);
+    }
+};
+
+template <class Work> void share(Parallel parallel, int64_t threads, int64_t items, Work work) {
+    Crew<Work> crew{work, items};
+    threads = std::min(threads, items);
+    threads > 1 && parallel ? parallel(&crew.join, &crew, unsigned(threads), 0) : crew.join(&crew);
+}
+
+template <class T> void forward(const Call& call, Parallel parallel) {
+    Tables<T> tables = make_tables<T>(call);
+    share(parallel, call.threads, call.units() * call.blocks(),
+          [&](int64_t item) { ForwardBlock<T>(call, tables, item).run(); });
+}
+
+template <class T> void backward(const Call& call, Parallel parallel) {
+    Tables<T> tables = make_tables<T>(call);
+    share(parallel, call.threads, call.units() * call.parts,
+          [&](int64_t item) { BackwardUnit<T>(call, tables, item).run(); });
+}
+
+extern "C" {
+int64_t polarlm_call_size() { return sizeof(Call); }
+int64_t polarlm_vector_bytes() { return VECTOR_BYTES; }
+void polarlm_forward(const Call* call, Parallel parallel) { forward<REAL>(*call, parallel); }
+void polarlm_backward(const Call* call, Parallel parallel) { backward<REAL>(*call, parallel); }
+}
