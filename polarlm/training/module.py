@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from polarlm.attention.kernels.fusion import fuse_everything
 from polarlm.model import GPT
 from polarlm.model.loss import IGNORED
 from polarlm.training.gradients import clip, gradients_of, scale, total_norm
@@ -60,7 +59,6 @@ class LanguageModel(pl.LightningModule):
             for entrance in ("loss", "tally"):  # training and validation do not enter through `forward`
                 register_fsdp_forward_method(self.model, entrance)
             self.model._fsdp_sharded = True  # type: ignore[assignment]
-        fuse_everything(self.compiled)  # attention's own loops are opaque to the compiler of the model
         self._loss = torch.compile(self.model.loss) if self.compiled else self.model.loss
 
     def training_step(self, batch: Batch, batch_index: int) -> Tensor:

@@ -76,11 +76,8 @@ def test_losses_are_bit_identical_with_and_without_diagnostics(tmp_path):
 
 
 @pytest.mark.slow
-def test_compiled_losses_are_bit_identical_and_nothing_is_compiled_again(tmp_path, monkeypatch):
+def test_compiled_losses_are_bit_identical_and_nothing_is_compiled_again(tmp_path):
     from torch._dynamo.utils import counters
-
-    # Attention's own loops compile apart from the model, and the probe never enters them.
-    monkeypatch.setattr("polarlm.training.module.fuse_everything", lambda on: None)
 
     def compiled(name, every):
         """Losses of a run through torch.compile's default backend, the graphs it compiled, and the graph breaks."""

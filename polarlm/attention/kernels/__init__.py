@@ -6,6 +6,8 @@ a function of a RobustCall, and one that says why it cannot take a call.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,7 +18,6 @@ from polarlm.errors import UserError
 from .call import KERNELS, AttentionOutput, RobustCall, Weights, check_residual_form
 from .native_backend import native_attention, native_obstacle
 from .noise import DirectionalNoise, RadialNoise
-from .reduction import reduced_attention, reduction_obstacle
 from .reference import reference_attention
 from .streaming import streaming_attention, streaming_obstacle
 from .triton_backend import triton_attention, triton_obstacle
@@ -43,7 +44,6 @@ class Backend(NamedTuple):
 
 BACKENDS = {
     "reference": Backend(reference_attention, lambda call: None),
-    "reduction": Backend(reduced_attention, reduction_obstacle),
     "native": Backend(native_attention, native_obstacle),
     "streaming": Backend(streaming_attention, streaming_obstacle),
     "triton": Backend(triton_attention, triton_obstacle),
@@ -66,11 +66,17 @@ def robust_attention(call: RobustCall, backend: str = "auto") -> AttentionOutput
 
 def fastest(call: RobustCall) -> str:
     """The name of the backend that `auto` stands for."""
-    if not call.q.numel():
-        return "reference"  # the fast ways divide by the length, torch's own in C
-    if reduction_obstacle(call) is None:
-        return "reduction"
-    # One query (decoding) has S weights in all: preparing to stream them would cost more than they do.
-    if streaming_obstacle(call) or call.q.shape[2] == 1:
+    if not call.q.numel() or call.return_weights:
         return "reference"
-    return "triton" if call.q.is_cuda and triton_obstacle(call) is None else "streaming"
+    kernels = "triton" if call.q.is_cuda else "native"
+    obstacle = BACKENDS[kernels].obstacle(call)
+    if obstacle is None:
+        return kernels
+    if kernels == "native" and call.q.device.type == "cpu":
+        _warn_once(f"Attention runs in plain torch, several times slower: {obstacle}.")
+    return "streaming"
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=3)

@@ -29,7 +29,10 @@ def library(real: str) -> ctypes.CDLL:
     if compiler is None:
         raise NotBuilt("no C++ compiler was found (install g++ or set CXX)")
     sources = sorted(SOURCES.iterdir())
-    parts = [*(path.read_bytes() for path in sources), *map(str.encode, (*FLAGS, real, _version(compiler), _processor()))]
+    parts = [
+        *(path.read_bytes() for path in sources),
+        *map(str.encode, (*FLAGS, real, _version(compiler), _processor())),
+    ]
     name = f"native-{real}-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
     try:
         folder = _folder()

@@ -53,6 +53,11 @@ class RobustCall:
         """d_h, the complex modes of a head: the scale of the residual."""
         return self.q.shape[3] / 2
 
+    @property
+    def from_queries(self) -> bool:
+        """Whether the radial cosine comes from queries and keys instead of values."""
+        return getattr(self, "radial_correlation", "vv") == "qk"
+
     def check(self) -> None:
         """Refuse what no backend can compute."""
         for key, value, allowed in (("kernel", self.kernel, KERNELS), ("radial", self.radial_mode, RADIAL_MODES)):

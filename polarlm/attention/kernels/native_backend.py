@@ -1,4 +1,4 @@
-"""Robust attention by the native kernels (native/*.h): one call per pass, all cores, O(N) memory, float32 and float64."""
+"""Robust attention by the native kernels (native/): one call per pass, all cores, O(N) memory, float32 and float64."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from polarlm.geometry.precision import MAX_QUERY_PRECISION, MIN_MAGNITUDE
 
 from .build import NotBuilt, library
 from .call import KERNELS, RADIAL_MODES, AttentionOutput, RobustCall
-from .noise import NOISE_ROWS
-from .operator import differentiable
+from .noise import NOISE_ROWS, RADIAL_ROWS
+from .operator import differentiable, operator
 
-# native/call.h numbers KERNELS, RADIAL_MODES, NOISE_ROWS and these in the order in which they are written.
-RADIAL_ROWS = ("mu", "eta_k2", "eta_q2", "sigma02", "nu")
 DIFFERENTIABLE = ("q", "k", "v", "m", "noise", "radial_noise")
-BLOCK = 64  # queries of a task
-# Multiply-adds per call below which waking other threads costs more than they help.
-WORTH_SHARING = 2**19
+OUTPUTS = ("out", "evidence", "sums", "shifts", "m_bar", "radial_evidence", "head_m_bar")
+BLOCK = 64  # queries of a task, as in native/call.h
+# Multiply-adds of q·k per call below which waking other threads costs more than they help.
+WORTH_SHARING = 2**20
+VECTOR_BYTES = 64  # channels come in multiples of the widest vector; narrower machines divide it
 
 
 class _Strides(ctypes.Structure):
@@ -31,7 +31,7 @@ class _Strides(ctypes.Structure):
 
 
 class _Call(ctypes.Structure):
-    """`struct Call` of native/call.h."""
+    """`struct Call` of native/call.h, which numbers kernels, radial modes and rows in the order of their names."""
 
     _fields_ = [
         *[(name, ctypes.c_int64) for name in (
@@ -42,23 +42,17 @@ class _Call(ctypes.Structure):
         *[(name, ctypes.c_double) for name in ("half", "dropout", "cap", "least_magnitude")],
         *[(name, _Strides) for name in ("q_at", "k_at", "v_at", "out_at", "d_out_at", "dq_at")],
         *[(name, ctypes.c_void_p) for name in (
-            "q", "k", "v", "magnitude", "documents", "noise", "radial_noise",
-            "out", "evidence", "m_bar", "radial_evidence", "head_m_bar",
+            "q", "k", "v", "magnitude", "documents", "noise", "radial_noise", *OUTPUTS,
             "d_out", "d_evidence", "d_m_bar", "dq", "dk", "dv", "d_magnitude", "d_noise", "d_radial",
         )],
     ]  # fmt: skip
 
-
-@functools.cache
-def _parallel() -> int:
-    """Address of the OpenMP runtime's GOMP_parallel that torch itself uses, so that both share one set of threads."""
-    folder = Path(torch.__file__).parent / "lib"
-    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
-        try:
-            return ctypes.cast(ctypes.CDLL(str(folder / name)).GOMP_parallel, ctypes.c_void_p).value or 0
-        except (OSError, AttributeError):
-            continue
-    return 0
+    def point(self, **tensors: Tensor | None) -> None:
+        """Fill in addresses, and strides where the kernels ask for them."""
+        for name, x in tensors.items():
+            setattr(self, name, None if x is None else x.data_ptr())
+            if x is not None and hasattr(self, f"{name}_at"):
+                setattr(self, f"{name}_at", _Strides(*x.stride()[:3]))
 
 
 def native_obstacle(call: RobustCall) -> str | None:
@@ -67,8 +61,14 @@ def native_obstacle(call: RobustCall) -> str | None:
         return f"it runs on the CPU and these tensors are on {call.q.device.type}"
     if call.return_weights:
         return "it never holds the weights that were asked for"
+    return unbuilt(call.score_dtype)
+
+
+@torch.compiler.assume_constant_result
+def unbuilt(dtype: torch.dtype) -> str | None:
+    """Why the kernels for this precision could not be compiled, or None."""
     try:
-        library(_real(call.score_dtype))
+        library(_real(dtype))
     except NotBuilt as reason:
         return str(reason)
     return None
@@ -78,34 +78,129 @@ def native_attention(call: RobustCall) -> AttentionOutput:
     """Robust attention by the native kernels."""
     dtype, size = call.score_dtype, call.q.shape[3]
     q, k, v = (x.to(dtype) for x in (call.q, call.k, call.v))
-    padding = -size % _lanes(dtype)
+    padding = -size % (VECTOR_BYTES // dtype.itemsize)
     if padding:
         q, k, v = (F.pad(x, (0, padding)) for x in (q, k, v))
     m = None if call.magnitude is None else call.magnitude.to(dtype)
-    radial = None
-    if call.radial_mode != "off":
-        assert call.radial is not None, "RobustCall.check sees to it"
-        radial = torch.stack([getattr(call.radial, name) for name in RADIAL_ROWS]).double()
-    seed = int(torch.randint(2**62, (1,))) if call.dropout else 0
-    out, log_evidence, m_bar, _, _ = native_forward(
-        q, k, v, m, call.noise.rows(call.kernel, torch.float64), radial, call.documents,
+    radial = call.radial.rows(torch.float64) if call.radial_mode != "off" and call.radial is not None else None
+    # Drawn by torch's generator, read by both passes.
+    seed = torch.randint(2**62, (1,)) if call.dropout else None
+    out, log_evidence, _, _, m_bar, *_ = native_forward(
+        q, k, v, m, call.noise.rows(call.kernel, torch.float64), radial, call.documents, seed,
         call.kernel, call.residual_form == "dot", call.decay_keys and call.kernel != "gaussian", call.decay_values,
-        call.radial_mode, size / 2, call.dropout, seed,
+        call.radial_mode, call.from_queries, size / 2, call.dropout,
     )  # fmt: skip
     v_bar = out[..., :size] if padding else out
     return AttentionOutput(v_bar.to(call.v.dtype), log_evidence, m_bar if radial is not None else None)
 
 
+def _describe(
+    q: Tensor, k: Tensor, v: Tensor, m: Tensor | None, noise: Tensor, radial_noise: Tensor | None,
+    documents: Tensor | None, seed: Tensor | None, kernel: str, dot_form: bool, decay_keys: bool, decay_values: bool,
+    radial: str, from_queries: bool, half: float, dropout: float,
+) -> tuple[_Call, tuple[Tensor | None, ...]]:  # fmt: skip
+    """The call as the kernels take it, and the tensors that must live as long."""
+    (batch, heads, queries, size), (groups, keys) = q.shape, k.shape[1:3]
+    q, k, v = _rows(q), _rows(k), _rows(v)
+    if documents is not None:  # padded: the last queries are read in whole vectors
+        documents = F.pad(documents.to(torch.int64 if q.dtype == torch.float64 else torch.int32).flatten(), (0, 64))
+    m, radial_noise = (None if x is None else x.contiguous() for x in (m, radial_noise))
+    noise = noise.contiguous()
+    threads = torch.get_num_threads() if batch * heads * queries * keys * size >= WORTH_SHARING else 1
+    call = _Call(
+        batch, heads, groups, queries, keys, size, KERNELS.index(kernel), decay_keys, decay_values, dot_form,
+        RADIAL_MODES.index(radial), from_queries, 1, threads, 0 if seed is None else int(seed), False,
+        half, dropout, MAX_QUERY_PRECISION, MIN_MAGNITUDE,
+    )  # fmt: skip
+    call.point(q=q, k=k, v=v, magnitude=m, documents=documents, noise=noise, radial_noise=radial_noise)
+    return call, (q, k, v, m, documents, noise, radial_noise)
+
+
+def _gradient(
+    gradients: tuple[Tensor, ...], outputs: tuple[Tensor, ...], given: dict[str, Any], wanted: set[str]
+) -> dict[str, Tensor]:
+    d_out, d_evidence, _, _, d_m_bar, *_ = gradients
+    found = native_backward(d_out, d_evidence, d_m_bar, *outputs, *given.values(), "noise" in wanted)
+    return dict(zip(DIFFERENTIABLE, found))
+
+
+@differentiable("polarlm::native_forward", _gradient)
+def native_forward(
+    q: Tensor, k: Tensor, v: Tensor, m: Tensor | None, noise: Tensor, radial_noise: Tensor | None,
+    documents: Tensor | None, seed: Tensor | None, kernel: str, dot_form: bool, decay_keys: bool, decay_values: bool,
+    radial: str, from_queries: bool, half: float, dropout: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """OUTPUTS: v_bar (B,H,T,Dh), log-evidence (B,H,T), m_bar (B,T), the others for the backward pass."""
+    call, _alive = _describe(
+        q, k, v, m, noise, radial_noise, documents, seed, kernel, dot_form, decay_keys, decay_values, radial,
+        from_queries, half, dropout,
+    )  # fmt: skip
+    outputs = _outputs(q, radial)
+    call.point(**dict(zip(OUTPUTS, outputs)))
+    library(_real(q.dtype)).polarlm_forward(ctypes.byref(call), _parallel())
+    return outputs  # type: ignore[return-value]  # the schema wants them counted
+
+
+def _outputs(q: Tensor, radial: str) -> tuple[Tensor, ...]:
+    batch, heads, queries, size = q.shape
+    out = q.new_empty(batch, queries, heads, size).transpose(1, 2)  # as the projection behind it wants it
+    per_head, per_token = (batch, heads, queries), (batch, queries) if radial != "off" else (0,)
+    shapes = [per_head] * 3 + [per_token] * 2 + [per_head if radial == "shared" else (0,)]
+    return out, *(q.new_empty(shape) for shape in shapes)
+
+
+@native_forward.traced.register_fake
+def _(q, k, v, m, noise, radial_noise, documents, seed, kernel, dot_form, decay_keys, decay_values, radial, *_options):
+    return _outputs(q, radial)
+
+
+@operator("polarlm::native_backward")
+def native_backward(
+    d_out: Tensor, d_evidence: Tensor, d_m_bar: Tensor,
+    out: Tensor, evidence: Tensor, sums: Tensor, shifts: Tensor, m_bar: Tensor, radial_evidence: Tensor,
+    head_m_bar: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, m: Tensor | None, noise: Tensor, radial_noise: Tensor | None,
+    documents: Tensor | None, seed: Tensor | None, kernel: str, dot_form: bool, decay_keys: bool, decay_values: bool,
+    radial: str, from_queries: bool, half: float, dropout: float, learns_shape: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of DIFFERENTIABLE; empty where there is no such input."""
+    call, _alive = _describe(
+        q, k, v, m, noise, radial_noise, documents, seed, kernel, dot_form, decay_keys, decay_values, radial,
+        from_queries, half, dropout,
+    )  # fmt: skip
+    units = call.batch * (call.groups if radial == "off" else 1)
+    if units < 4 * call.threads and units % call.threads:
+        # Few units would leave threads idle: the query blocks of each are dealt out, every part with its own sums.
+        call.parts = min(-(-call.queries // BLOCK), -(-2 * call.threads // units))
+    call.learns_shape = learns_shape
+    d_out, d_evidence, d_m_bar = _rows(d_out), d_evidence.contiguous(), d_m_bar.contiguous()
+    dq = torch.zeros_like(out)
+    dk, dv = (q.new_zeros(call.parts, *k.shape) for _ in range(2))
+    d_m = q.new_zeros((call.parts, call.batch, units // call.batch, call.keys) if m is not None else 0)
+    d_noise = noise.new_zeros(call.parts, call.batch, call.heads, len(NOISE_ROWS))
+    d_radial = noise.new_zeros(call.parts, call.batch, len(RADIAL_ROWS))
+    call.point(
+        **dict(zip(OUTPUTS, (out, evidence, sums, shifts, m_bar, radial_evidence, head_m_bar))),
+        d_out=d_out, d_evidence=d_evidence, d_m_bar=d_m_bar,
+        dq=dq, dk=dk, dv=dv, d_magnitude=d_m, d_noise=d_noise, d_radial=d_radial,
+    )  # fmt: skip
+    library(_real(q.dtype)).polarlm_backward(ctypes.byref(call), _parallel())
+    dk, dv = (x[0] if call.parts == 1 else x.sum(0) for x in (dk, dv))
+    d_m = d_m.sum((0, 2)) if m is not None else d_m
+    d_radial = d_radial.sum((0, 1)) if radial_noise is not None else d_radial.new_empty(0)
+    return dq, dk, dv, d_m, d_noise.sum((0, 1)).T.contiguous(), d_radial
+
+
+@native_backward.traced.register_fake
+def _(d_out, d_evidence, d_m_bar, out, evidence, sums, shifts, m_bar, radial_evidence, head_m_bar, q, k, v, m, noise,
+      radial_noise, *_options):  # fmt: skip
+    kinds = (k, v, m, noise, radial_noise)
+    made = (q.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in kinds)
+    return torch.empty_like(out), *made
+
+
 def _real(dtype: torch.dtype) -> str:
     return "double" if dtype == torch.float64 else "float"
-
-
-def _lanes(dtype: torch.dtype) -> int:
-    return library(_real(dtype)).polarlm_vector_bytes() // dtype.itemsize
-
-
-def _at(x: Tensor) -> _Strides:
-    return _Strides(*x.stride()[:3])
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -113,112 +208,13 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _describe(q, k, v, m, noise, radial_noise, documents, kernel, dot_form, decay_keys, decay_values, radial, half,
-              dropout, seed):  # fmt: skip
-    """The call as the kernels take it, and the tensors that must live as long."""
-    (batch, heads, queries, size), (groups, keys) = q.shape, k.shape[1:3]
-    q, k, v = _rows(q), _rows(k), _rows(v)
-    m = None if m is None else m.contiguous()
-    if documents is not None:  # padded: the last queries are read in whole vectors
-        documents = F.pad(documents.to(torch.int64 if q.dtype == torch.float64 else torch.int32).flatten(), (0, 64))
-    noise = noise.contiguous()
-    radial_noise = None if radial_noise is None else radial_noise.contiguous()
-    work = batch * heads * queries * keys * size
-    call = _Call(
-        batch=batch, heads=heads, groups=groups, queries=queries, keys=keys, size=size, kernel=KERNELS.index(kernel),
-        decay_keys=decay_keys, decay_values=decay_values, dot_form=dot_form, radial=RADIAL_MODES.index(radial),
-        threads=torch.get_num_threads() if work >= WORTH_SHARING else 1, seed=seed, parts=1,
-        half=half, dropout=dropout, cap=MAX_QUERY_PRECISION, least_magnitude=MIN_MAGNITUDE,
-        q_at=_at(q), k_at=_at(k), v_at=_at(v), q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), magnitude=_address(m),
-        documents=_address(documents), noise=noise.data_ptr(), radial_noise=_address(radial_noise),
-    )  # fmt: skip
-    return call, (q, k, v, m, documents, noise, radial_noise)
-
-
-def _address(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
-
-
-def _gradient(gradients, outputs, given: dict[str, Any], wanted: set[str]) -> dict[str, Tensor]:
-    found = native_backward(*gradients[:3], *outputs, **given, learns_shape="noise" in wanted)
-    return dict(zip(DIFFERENTIABLE, found))
-
-
-@differentiable("polarlm::native_forward", _gradient)
-def native_forward(
-    q: Tensor, k: Tensor, v: Tensor, m: Tensor | None, noise: Tensor, radial_noise: Tensor | None,
-    documents: Tensor | None, kernel: str, dot_form: bool, decay_keys: bool, decay_values: bool, radial: str,
-    half: float, dropout: float, seed: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """v_bar (B,H,T,Dh), log-evidence (B,H,T), m_bar (B,T), and what its backward pass needs of the radial channel."""
-    call, alive = _describe(
-        q, k, v, m, noise, radial_noise, documents, kernel, dot_form, decay_keys, decay_values, radial, half, dropout,
-        seed,
-    )  # fmt: skip
-    outputs = _empty_outputs(q, radial)
-    for name, x in zip(("out", "evidence", "m_bar", "radial_evidence", "head_m_bar"), outputs):
-        setattr(call, name, x.data_ptr())
-    call.out_at = _at(outputs[0])
-    library(_real(q.dtype)).polarlm_forward(ctypes.byref(call), ctypes.c_void_p(_parallel()))
-    return outputs
-
-
-def _empty_outputs(q: Tensor, radial: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    batch, heads, queries, size = q.shape
-    out = q.new_empty(batch, queries, heads, size).transpose(1, 2)  # as the projection behind it wants it
-    per_token = (batch, queries) if radial != "off" else (0,)
-    per_head = (batch, heads, queries) if radial == "shared" else (0,)
-    return out, *(q.new_empty(shape) for shape in (q.shape[:3], per_token, per_token, per_head))
-
-
-@native_forward.register_fake
-def _(q, k, v, m, noise, radial_noise, documents, kernel, dot_form, decay_keys, decay_values, radial, *_options):
-    return _empty_outputs(q, radial)
-
-
-@torch.library.custom_op("polarlm::native_backward", mutates_args=())
-def native_backward(
-    d_out: Tensor, d_evidence: Tensor, d_m_bar: Tensor, out: Tensor, evidence: Tensor, m_bar: Tensor,
-    radial_evidence: Tensor, head_m_bar: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, m: Tensor | None, noise: Tensor, radial_noise: Tensor | None,
-    documents: Tensor | None, kernel: str, dot_form: bool, decay_keys: bool, decay_values: bool, radial: str,
-    half: float, dropout: float, seed: int, learns_shape: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of DIFFERENTIABLE; empty where there is no such input."""
-    call, alive = _describe(
-        q, k, v, m, noise, radial_noise, documents, kernel, dot_form, decay_keys, decay_values, radial, half, dropout,
-        seed,
-    )  # fmt: skip
-    (batch, heads, queries, size), (groups, keys) = q.shape, k.shape[1:3]
-    units = batch * (groups if radial == "off" else 1)
-    # Few units would leave threads idle: then the query blocks of a unit are shared out, each part with its own sums.
-    parts = call.parts = min(-(-queries // BLOCK), 1 if units >= 4 * call.threads or units % call.threads == 0 else -(-2 * call.threads // units))  # fmt: skip
-    d_out, d_evidence, d_m_bar = _rows(d_out), d_evidence.contiguous(), d_m_bar.contiguous()
-    dq = torch.zeros_like(out)
-    dk, dv = (q.new_zeros(parts, *k.shape) for _ in "kv")
-    d_m = q.new_zeros((parts, batch, units // batch, keys) if m is not None else 0)
-    d_noise = noise.new_zeros(parts, batch, heads, len(NOISE_ROWS))
-    d_radial = noise.new_zeros(parts, batch, len(RADIAL_ROWS))
-    tensors = dict(
-        out=out, evidence=evidence, m_bar=m_bar, radial_evidence=radial_evidence, head_m_bar=head_m_bar,
-        d_out=d_out, d_evidence=d_evidence, d_m_bar=d_m_bar,
-        dq=dq, dk=dk, dv=dv, d_magnitude=d_m, d_noise=d_noise, d_radial=d_radial,
-    )  # fmt: skip
-    for name, x in tensors.items():
-        setattr(call, name, x.data_ptr())
-    call.out_at, call.d_out_at, call.dq_at, call.learns_shape = _at(out), _at(d_out), _at(dq), learns_shape
-    library(_real(q.dtype)).polarlm_backward(ctypes.byref(call), ctypes.c_void_p(_parallel()))
-    if parts > 1:
-        dk, dv = dk.sum(0), dv.sum(0)
-    d_m = d_m.sum((0, 2)) if m is not None else d_m
-    d_radial = d_radial.sum((0, 1)) if radial_noise is not None else d_radial.new_empty(0)
-    return dq, dk.view(k.shape), dv.view(v.shape), d_m, d_noise.sum((0, 1)).T.contiguous(), d_radial
-
-
-@native_backward.register_fake
-def _(d_out, d_evidence, d_m_bar, out, evidence, m_bar, radial_evidence, head_m_bar, q, k, v, m, noise, radial_noise,
-      *_options, **_more):  # fmt: skip
-    inputs = (k, v, m, noise, radial_noise)
-    contiguous = torch.contiguous_format
-    like = (q.new_empty(0) if x is None else torch.empty_like(x, memory_format=contiguous) for x in inputs)
-    return torch.empty_like(out), *like
+@functools.cache
+def _parallel() -> ctypes.c_void_p:
+    """Address of GOMP_parallel in the OpenMP runtime that torch itself uses, so that both share one set of threads."""
+    folder = Path(torch.__file__).parent / "lib"
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        try:
+            return ctypes.cast(ctypes.CDLL(str(folder / name)).GOMP_parallel, ctypes.c_void_p)
+        except (OSError, AttributeError):
+            continue
+    return ctypes.c_void_p(None)  # one thread

@@ -9,6 +9,7 @@ from torch import Tensor
 
 # Rows of the noise as operators take it, (7, H); the last is the kernel's own parameter, ν or τ.
 NOISE_ROWS = ("mu", "eta_k2", "eta_q2", "sigma02", "m_inf2", "process2", "shape")
+RADIAL_ROWS = ("mu", "eta_k2", "eta_q2", "sigma02", "nu")  # and of the radial channel's, (5,)
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,6 @@ class DirectionalNoise:
         return torch.stack([named[name] for name in NOISE_ROWS]).to(dtype)
 
 
-def noise_of_rows(rows: Tensor) -> tuple[DirectionalNoise, Tensor]:
-    """The way back: the noise, and the kernel's own parameter."""
-    named = dict(zip(NOISE_ROWS, rows.detach()))
-    shape = named.pop("shape")
-    return DirectionalNoise(**named), shape
-
-
 @dataclass(frozen=True)
 class RadialNoise:
     """Noise of the radial channel, shared by all heads: tensors of shape ()."""
@@ -53,3 +47,7 @@ class RadialNoise:
     eta_q2: Tensor
     sigma02: Tensor
     nu: Tensor
+
+    def rows(self, dtype: torch.dtype) -> Tensor:
+        """Everything as one tensor (5,) in the order of RADIAL_ROWS."""
+        return torch.stack([getattr(self, name) for name in RADIAL_ROWS]).to(dtype)

@@ -14,13 +14,13 @@ from torch.library import CustomOpDef
 Gradient = Callable[[tuple[Tensor, ...], tuple[Tensor, ...], dict[str, Any], set[str]], dict[str, Tensor]]
 
 
-def differentiable(name: str, gradient: Gradient) -> Callable[[Callable[..., tuple[Tensor, ...]]], CustomOpDef]:
+def differentiable(name: str, gradient: Gradient) -> Callable[[Callable[..., tuple[Tensor, ...]]], Operator]:
     """Register a function of tensors and plain values as the operator `name` with that gradient.
 
     The gradient of an argument that is None is dropped, so `gradient` may return one for every tensor it knows.
     """
 
-    def register(function: Callable[..., tuple[Tensor, ...]]) -> CustomOpDef:
+    def register(function: Callable[..., tuple[Tensor, ...]]) -> Operator:
         names = tuple(inspect.signature(function).parameters)
 
         def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -38,8 +38,39 @@ def differentiable(name: str, gradient: Gradient) -> Callable[[Callable[..., tup
             found = gradient(gradients, saved[: ctx.outputs], given, wanted)
             return tuple(found.get(key) if key in tensors else None for key in names)
 
+        class Eager(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+                output = function(*inputs)
+                save(ctx, inputs, output)
+                return output
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+                return differentiate(ctx, *gradients)
+
         operator = torch.library.custom_op(name, function, mutates_args=())
         operator.register_autograd(differentiate, setup_context=save)
-        return operator
+        return Operator(operator, Eager.apply)
 
     return register
+
+
+class Operator:
+    """A registered operator that is called the short way where nobody traces: dispatching one costs 0.1 to 0.3 ms."""
+
+    def __init__(self, traced: CustomOpDef, eager: Callable[..., tuple[Tensor, ...]]) -> None:
+        self.traced, self.eager = traced, eager
+
+    def __call__(self, *inputs: Any) -> tuple[Tensor, ...]:
+        return self.eager(*inputs) if _plain(inputs[0]) else self.traced(*inputs)
+
+
+def operator(name: str) -> Callable[[Callable[..., tuple[Tensor, ...]]], Operator]:
+    """Register a function of tensors and plain values, not differentiable, as the operator `name`."""
+    return lambda function: Operator(torch.library.custom_op(name, function, mutates_args=()), function)
+
+
+def _plain(x: Tensor) -> bool:
+    """Whether a tensor holds numbers, and is not a stand-in for tracing."""
+    return not torch.compiler.is_compiling() and type(x) in (Tensor, torch.nn.Parameter)

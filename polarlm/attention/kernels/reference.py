@@ -17,6 +17,13 @@ from polarlm.geometry.robust import causal_mask
 from .call import AttentionOutput, RobustCall, Weights
 
 
+def _lags(call: RobustCall) -> Tensor:
+    """Δ = i − j of every pair, (T,S); 0 in the future, which is masked."""
+    queries, keys, device = call.q.shape[2], call.k.shape[2], call.q.device
+    lag = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    return lag.clamp_min(0).to(call.score_dtype)
+
+
 def reference_attention(call: RobustCall) -> AttentionOutput:
     """Robust attention with every intermediate materialised."""
     dtype, noise = call.score_dtype, call.noise
@@ -25,9 +32,7 @@ def reference_attention(call: RobustCall) -> AttentionOutput:
     k_heads, v_heads = (x.repeat_interleave(groups, dim=1) for x in (k, v))  # (B,H,S,Dh)
     T, S = q.shape[2], k.shape[2]
 
-    lag = torch.arange(S - T, S, device=q.device)[:, None] - torch.arange(S, device=q.device)  # (T,S), Δ = i − j
-    lag = lag.clamp_min(0).to(dtype)  # the future is masked below
-    allowed = causal_mask(T, S, call.documents, q.device)
+    lag, allowed = _lags(call), causal_mask(T, S, call.documents, q.device)
 
     def per_head(x: Tensor) -> Tensor:
         return x.to(dtype)[:, None, None]
@@ -74,7 +79,15 @@ def reference_attention(call: RobustCall) -> AttentionOutput:
     return AttentionOutput(v_bar.to(call.v.dtype), log_evidence, m_bar, kept)
 
 
-def _radial(call: RobustCall, v: Tensor, weights: Tensor, lag: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
+def radial_estimate(call: RobustCall) -> Tensor:
+    """m̄ (B,T) alone, of a call whose radial weights are its own."""
+    allowed = causal_mask(call.q.shape[2], call.k.shape[2], call.documents, call.q.device)
+    return _radial(call, call.v.to(call.score_dtype), None, _lags(call), allowed)[0]
+
+
+def _radial(
+    call: RobustCall, v: Tensor, weights: Tensor | None, lag: Tensor, allowed: Tensor
+) -> tuple[Tensor, Tensor]:
     """m̄ (B,T) and its weights (B,T,S)."""
     noise, magnitude = call.radial, call.magnitude
     assert noise is not None and magnitude is not None, "RobustCall.check sees to it"
@@ -92,5 +105,6 @@ def _radial(call: RobustCall, v: Tensor, weights: Tensor, lag: Tensor, allowed: 
         logits = log_rho(lag, **shared) - (nu + 1) * torch.log1p(d2 / nu)
         radial_weights = logits.masked_fill(~allowed, -math.inf).softmax(-1)
     else:
+        assert weights is not None, "shared weights are those of the directional channel"
         radial_weights = weights.mean(1)
     return (radial_weights * predicted).sum(-1), radial_weights

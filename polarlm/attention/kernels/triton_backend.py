@@ -17,9 +17,8 @@ from polarlm.geometry.precision import MIN_MAGNITUDE
 
 from .call import AttentionOutput, RobustCall
 from .noise import NOISE_ROWS
-from .operator import differentiable
-from .streaming import streaming_obstacle
-from .streaming_radial import radial_estimate
+from .operator import differentiable, operator
+from .streaming import streaming_radial
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -39,8 +38,10 @@ LAUNCH = {
 
 def triton_obstacle(call: RobustCall) -> str | None:
     """Why the Triton kernels cannot do this call, or None."""
-    if call.return_weights or call.residual_form == "dot":
-        return streaming_obstacle(call)
+    if call.return_weights:
+        return "it never holds the weights that were asked for"
+    if call.residual_form == "dot":
+        return "it only knows block.residual_form=full"
     if not INSTALLED:
         return "triton is not installed (pip install 'polarlm[kernels]')"
     if call.q.device.type != "cuda" and not INTERPRETED:
@@ -104,7 +105,7 @@ def _gradient(
     gradients: tuple[Tensor, ...], outputs: tuple[Tensor, ...], given: dict[str, Any], wanted: set[str]
 ) -> dict[str, Tensor]:
     (d_out, d_log_evidence), (out, log_evidence) = gradients, outputs
-    found = triton_backward(d_out, d_log_evidence, out, log_evidence, **given, noise_learns="parameters" in wanted)
+    found = triton_backward(d_out, d_log_evidence, out, log_evidence, *given.values(), "parameters" in wanted)
     return dict(zip(DIFFERENTIABLE, found))
 
 
@@ -120,12 +121,12 @@ def triton_forward(
     return out, log_evidence
 
 
-@triton_forward.register_fake
+@triton_forward.traced.register_fake
 def _(q, k, v, m2, parameters, documents, kernel, decay_keys, decay_values):
     return torch.empty_like(q, memory_format=torch.contiguous_format), parameters.new_empty(q.shape[:3])
 
 
-@torch.library.custom_op("polarlm::triton_backward", mutates_args=())
+@operator("polarlm::triton_backward")
 def triton_backward(
     d_out: Tensor, d_log_evidence: Tensor, out: Tensor, log_evidence: Tensor,
     q: Tensor, k: Tensor, v: Tensor, m2: Tensor | None, parameters: Tensor, documents: Tensor | None,
@@ -149,7 +150,7 @@ def triton_backward(
     return dq, dk, dv, d_m2, d_parameters
 
 
-@triton_backward.register_fake
+@triton_backward.traced.register_fake
 def _(d_out, d_log_evidence, out, log_evidence, q, k, v, m2, parameters, *_options):
     contiguous = torch.contiguous_format
     inputs = (q, k, v, m2, parameters)
@@ -160,7 +161,7 @@ def triton_attention(call: RobustCall) -> AttentionOutput:
     """Robust attention by the Triton kernels; limits in `triton_obstacle`.
 
     bf16 tensors are multiplied as they are and scored in fp32, anything else is taken as fp32. The radial channel
-    `own` needs ⟨v_i, v_j⟩ over all heads at once and runs through the streaming operator.
+    `own` needs ⟨v_i, v_j⟩ over all heads at once and runs in plain torch.
     """
     qkv = (call.q, call.k, call.v)
     same = torch.bfloat16 if all(x.dtype == torch.bfloat16 for x in qkv) else torch.float32
@@ -174,4 +175,5 @@ def triton_attention(call: RobustCall) -> AttentionOutput:
         call.decay_keys and call.kernel != "gaussian",  # the Gaussian kernel does not look at the residual
         call.decay_values,
     )
-    return AttentionOutput(v_bar.to(call.v.dtype), log_evidence, radial_estimate(call))
+    m_bar = streaming_radial(call) if call.radial_mode == "own" else None
+    return AttentionOutput(v_bar.to(call.v.dtype), log_evidence, m_bar)

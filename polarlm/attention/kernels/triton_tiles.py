@@ -2,7 +2,7 @@
 
 Nothing is read from tables here: on a GPU one exponential and two reciprocals per pair cost less than gathering four
 numbers by lag. A value per query or per key comes already shaped to broadcast over the tile, so that a tile may be
-(queries, keys) or (keys, queries). Symbols as in elementwise.py; g = ∂L, num = m²E² + m∞²,
+(queries, keys) or (keys, queries). Symbols as in native/pairs.h; g = ∂L, num = m²E² + m∞²,
 var = η_k²E² + σ0² + σ̃²(1−E²).
 """
 

@@ -6,15 +6,14 @@ import pytest
 import torch
 from cases import make_case
 
-from polarlm.attention.kernels import chunks, robust_attention
+from polarlm.attention.kernels import robust_attention, streaming
 
 KEYS, P = 16, 0.25
 
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
-    monkeypatch.setattr(chunks, "CHUNK", 4)
-    monkeypatch.setattr(chunks, "CHUNK_SCORES", 300)
+    monkeypatch.setattr(streaming, "CHUNK", 4)
 
 
 def call(**options):
@@ -24,7 +23,7 @@ def call(**options):
     return dataclasses.replace(case.call(kernel="student", **options), v=units)
 
 
-@pytest.mark.parametrize("backend", ["reference", "streaming"])
+@pytest.mark.parametrize("backend", ["reference", "native", "streaming"])
 def test_a_weight_is_dropped_or_scaled_up(backend):
     plain = call()
     weights = robust_attention(plain, "reference").v_bar
@@ -35,7 +34,7 @@ def test_a_weight_is_dropped_or_scaled_up(backend):
     assert abs(kept.double().mean() - (1 - P)) < 0.05
 
 
-@pytest.mark.parametrize("backend", ["reference", "streaming"])
+@pytest.mark.parametrize("backend", ["reference", "native", "streaming"])
 def test_every_chunk_row_and_head_draws_its_own_mask(backend):
     applied = robust_attention(dataclasses.replace(call(), dropout=P), backend).v_bar
     # The first four keys are seen by every query from the fourth on, in chunks of four queries.

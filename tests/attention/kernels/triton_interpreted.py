@@ -120,7 +120,9 @@ def test_the_operator_is_one_that_torch_compile_can_trace():
     case = make_case(queries=5, **SMALL)
     parameters = torch.rand(len(NOISE_ROWS), 2) + 0.1
     arguments = (case.q, case.k, case.v, case.magnitude, parameters, None, "student", False, False)
-    torch.library.opcheck(triton_backend.triton_forward, arguments, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        triton_backend.triton_forward.traced, arguments, test_utils=("test_schema", "test_faketensor")
+    )
 
 
 @pytest.mark.parametrize(

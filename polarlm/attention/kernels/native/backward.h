@@ -41,7 +41,7 @@ template <class T> class BackwardUnit : UnitData<T> {
     using Base::key_head, Base::key_rows, Base::value_rows;
     int64_t part, per_key_head, key_heads;  // query heads per key head; key heads of this unit
     T *turned, *d_out_turned, *own_values, *pairs, *d_pairs, *correlation, *predicted, *d_z;  // blocks
-    T *q2, *d_q2, *evidence, *delta;  // a number per query and head
+    T *q2, *d_q2, *shift, *inverse_sum, *delta;  // a number per query and head
     T *m_query, *d_m_query, *cosine_scale, *d_cosine_scale, *upstream, *m_bar, *radial_log;
     T *k2, *d_k2, *key_norm, *d_key_norm, *d_m;  // a number per key
     T* lags;
@@ -50,12 +50,12 @@ template <class T> class BackwardUnit : UnitData<T> {
     BackwardUnit(const Call& call, Tables<T>& t, int64_t item) : Base(call, t, item / call.parts), part(item % call.parts) {
         per_key_head = c.heads / c.groups, key_heads = unit.heads / per_key_head;
         const int64_t n = unit.heads, block = BLOCK * BLOCK, panel = c.size * BLOCK;
-        Pieces<T> pieces{scratch<T>(2 * n * panel + (n + 4) * block + c.groups * panel + (4 * n + 7) * BLOCK +
+        Pieces<T> pieces{scratch<T>(2 * n * panel + (n + 4) * block + c.groups * panel + (5 * n + 7) * BLOCK +
                                     (2 * key_heads + 2) * (c.keys + 16) + (n + 1) * LAG_ROWS * tables.length + 16)};
         turned = pieces.take(n * panel), d_out_turned = pieces.take(n * panel), own_values = pieces.take(c.groups * panel);
         pairs = pieces.take(n * block), d_pairs = pieces.take(block), correlation = pieces.take(block);
         predicted = pieces.take(block), d_z = pieces.take(block);
-        for (T** x : {&q2, &d_q2, &evidence, &delta}) *x = pieces.take(n * BLOCK);
+        for (T** x : {&q2, &d_q2, &shift, &inverse_sum, &delta}) *x = pieces.take(n * BLOCK);
         for (T** x : {&m_query, &d_m_query, &cosine_scale, &d_cosine_scale, &upstream, &m_bar, &radial_log})
             *x = pieces.take(BLOCK);
         k2 = pieces.take(key_heads * c.keys), d_k2 = pieces.take_zeros(key_heads * c.keys);
@@ -85,11 +85,11 @@ template <class T> class BackwardUnit : UnitData<T> {
     }
     double* radial_out() const { return c.d_radial + (part * c.batch + unit.batch) * RADIAL_ROWS; }
 
-    // POWER needs sums in range, and does not form the logarithm that the gradient of ν needs.
+    // POWER knows no shift, and does not form the logarithm that the gradient of ν needs.
     Form form(Queries q, int64_t h) const {
-        bool rational = !c.learns_shape;
-        for (int64_t i = 0; i < q.count; ++i) rational &= std::fabs(evidence[h * BLOCK + i]) * LN2 < LOG_RANGE;
-        return heads[h].form(c, rational);
+        const T* of_head = shift + h * BLOCK;
+        bool plain = std::all_of(of_head, of_head + q.count, [](T x) { return x == 0; });
+        return heads[h].form(c, plain && !c.learns_shape);
     }
 
     void queries(Queries q) {
@@ -127,8 +127,7 @@ template <class T> class BackwardUnit : UnitData<T> {
     // Everything about a block of queries that does not depend on a key.
     void prepare(Queries q) {
         for (T* x : {m_query, d_cosine_scale, d_m_query, upstream, m_bar, radial_log}) std::fill_n(x, BLOCK, T(0));
-        for (T* x : {d_q2, delta}) std::fill_n(x, unit.heads * BLOCK, T(0));
-        std::fill_n(evidence, unit.heads * BLOCK, T(1e4));  // lanes without a query: weight 0
+        for (T* x : {d_q2, delta, shift, inverse_sum}) std::fill_n(x, unit.heads * BLOCK, T(0));  // no query: weight 0
         this->measure_queries(q, turned, q2, cosine_scale, own_values);
         for (int64_t i = 0; i < q.count && c.radial != OFF; ++i) {
             const int64_t at = unit.batch * c.queries + q.first + i;
@@ -147,7 +146,8 @@ template <class T> class BackwardUnit : UnitData<T> {
                 T value = total<T>(sum) - ((const T*)c.d_evidence)[at + i];  // Σ_j A ∂A − ∂ log-evidence
                 if (c.radial == SHARED) value += upstream[i] * ((const T*)c.head_m_bar)[at + i];
                 delta[h * BLOCK + i] = value;
-                evidence[h * BLOCK + i] = T(((const T*)c.evidence)[at + i] * LOG2E);
+                shift[h * BLOCK + i] = ((const T*)c.shifts)[at + i];
+                inverse_sum[h * BLOCK + i] = 1 / ((const T*)c.sums)[at + i];
             }
         }
     }
@@ -159,11 +159,6 @@ template <class T> class BackwardUnit : UnitData<T> {
         LagSums<T> sums = lag_sums(h);
         T *lag_g = sums.at(L_G), *lag_gated = sums.at(L_GATED), *lag_rest = sums.at(L_REST), *lag_own = sums.at(L_OWN);
         T* lag_decayed = sums.at(L_DECAYED);
-        alignas(64) T normaliser[BLOCK];
-        for (int64_t i = 0; i < q.lanes; i += WIDTH<T>) {
-            Vec<T> log2_sum = load(evidence + h * BLOCK + i);
-            store<T>(normaliser + i, FORM == POWER ? exp2<T>(-log2_sum) : log2_sum);
-        }
         Vec<T> d_shape{};
         for (int64_t j = 0; j < k.count; ++j) {
             T *dot = pairs + (h * BLOCK + j) * BLOCK, *d_weight = d_pairs + j * BLOCK;
@@ -176,8 +171,9 @@ template <class T> class BackwardUnit : UnitData<T> {
                 const Vec<T> s = load(dot + i);
                 auto p = pair<T, FORM, DECAY>(head, key, s, load(q2 + h * BLOCK + i), lag);
                 if (documents) p.kappa = this->same_document(q, i, k.first + j) ? p.kappa : Vec<T>{};
-                Vec<T> weight = FORM == POWER ? p.kappa * squared<T>(p.inverse, head.squarings) * load(normaliser + i)
-                                              : p.kappa * exp2<T>(p.log2_weight - load(normaliser + i));
+                const Vec<T> weight = p.kappa * load(inverse_sum + h * BLOCK + i) *
+                                      (FORM == POWER ? squared<T>(p.inverse, head.squarings)
+                                                     : exp2<T>(p.log2_weight - load(shift + h * BLOCK + i)));
                 Vec<T> d_applied = load(d_weight + i), applied = weight;
                 if (DECAY) applied *= load(head.value_decay + lag);
                 if (drops) applied *= kept<T>(c, unit.batch, unit.first_head + h, q.position + i, k.first + j);

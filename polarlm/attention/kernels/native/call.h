@@ -28,6 +28,7 @@ struct Call {
     const void *q, *k, *v, *magnitude, *documents;  // magnitude, documents (B,S) or null
     const double *noise, *radial_noise;             // (NOISE_ROWS,H), (RADIAL_ROWS,)
     void *out, *evidence;                           // (B,H,T,Dh), (B,H,T)
+    void *sums, *shifts;                            // (B,H,T): evidence = log(sum·2^shift), shift 0 where sums allow it
     void *m_bar, *radial_evidence, *head_m_bar;     // (B,T), own: (B,T), shared: (B,H,T)
     const void *d_out, *d_evidence, *d_m_bar;
     void *dq, *dk, *dv, *d_magnitude;  // dk, dv (parts,B,G,S,Dh), d_magnitude (parts,B,units,S), all zeroed

@@ -152,7 +152,9 @@ template <class T> class ForwardBlock : UnitData<T> {
                 const T sum = sums[h * BLOCK + i], inverse = 1 / sum;
                 T* row = out_rows(h) + i * c.out_at.token;
                 for (int64_t d = 0; d < c.size; ++d) row[d] *= inverse;
-                ((T*)c.evidence)[at + i] = T(maxima[h * BLOCK + i] * LN2 + std::log(sum));
+                const T shift = maxima[h * BLOCK + i];
+                ((T*)c.sums)[at + i] = sum, ((T*)c.shifts)[at + i] = shift;
+                ((T*)c.evidence)[at + i] = T(shift * LN2 + std::log(sum));
                 if (c.radial != SHARED) continue;
                 const T estimate = shared[h * BLOCK + i] * inverse;
                 ((T*)c.head_m_bar)[at + i] = estimate, mean[i] += estimate / T(c.heads);

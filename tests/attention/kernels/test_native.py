@@ -1,0 +1,295 @@
+"""The native kernels equal the reference in every output and gradient, whatever shape, switches and range."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import assert_same, make_case, run
+
+from polarlm.attention import kernels
+from polarlm.attention.kernels import KERNELS, build, native_backend, robust_attention
+from polarlm.errors import UserError
+
+SWITCHES = [(False, False), (True, True), (True, False), (False, True)]
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Uninitialised memory holds NaN, so that reading it cannot go unnoticed."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def two_threads(monkeypatch):
+    """Also small calls are shared out."""
+    monkeypatch.setattr(native_backend, "WORTH_SHARING", 0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def frozen(case, **values):
+    """The case with these noises fixed: constants, not leaves."""
+    fixed = {name: torch.full_like(case.noise.mu, value).detach() for name, value in values.items()}
+    case.noise = replace(case.noise, **fixed)
+    case.leaves = lambda leaves=case.leaves: {n: x for n, x in leaves().items() if x.requires_grad}
+    return case
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("magnitude", [True, False])
+@pytest.mark.parametrize(("decay_keys", "decay_values"), SWITCHES)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_every_switch_in_float64(kernel, magnitude, decay_keys, decay_values):
+    case = make_case(magnitude=magnitude, process=decay_keys)
+    assert_same(case, "native", 1e-9, kernel=kernel, decay_keys=decay_keys, decay_values=decay_values)
+
+
+@pytest.mark.parametrize("radial_mode", ["own", "shared"])
+@pytest.mark.parametrize(("queries", "keys"), [(17, 17), (7, 23), (70, 200)])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.usefixtures("poisoned_memory")
+def test_radial_channel_cache_and_documents(radial_mode, queries, keys, packed):
+    case = make_case(queries=queries, keys=keys)
+    documents = (torch.arange(keys) // 9).expand(2, keys) if packed else None
+    assert_same(case, "native", 1e-9, kernel="student", radial_mode=radial_mode, documents=documents)
+
+
+@pytest.mark.parametrize("nu", [1.0, 3.0, 7.0, 4.0])
+@pytest.mark.usefixtures("poisoned_memory")
+def test_whole_powers_are_taken_by_squaring(nu):
+    """ν + 1 = 2, 4, 8 need neither logarithm nor exponential; 5 does."""
+    assert_same(frozen(make_case(queries=70), nu=nu), "native", 1e-9, kernel="student", decay_values=True)
+    single = frozen(make_case(queries=70, dtype=torch.float32), nu=nu)
+    assert_same(single, "native", 1e-4, kernel="student", radial_mode="own")
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 257])
+@pytest.mark.parametrize(("heads", "groups", "size"), [(3, 3, 16), (4, 2, 24), (3, 1, 8)])
+@pytest.mark.usefixtures("poisoned_memory")
+def test_odd_lengths_and_sizes_in_fp32(length, heads, groups, size):
+    case = make_case(batch=1, heads=heads, groups=groups, queries=length, size=size, dtype=torch.float32)
+    assert_same(case, "native", 2e-4, kernel="student", radial_mode="own")
+    assert_same(case, "native", 2e-4, kernel="student", decay_keys=True, decay_values=True)
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(1, 1), (1, 3), (3, 2)])
+@pytest.mark.parametrize("radial_mode", ["off", "own"])
+@pytest.mark.usefixtures("two_threads", "poisoned_memory")
+def test_threads_share_units_and_query_blocks(batch, heads, radial_mode):
+    case = make_case(batch=batch, heads=heads, groups=heads, queries=260)
+    assert_same(case, "native", 1e-9, kernel="student", radial_mode=radial_mode)
+    first, again = (run(case, "native", kernel="student", radial_mode=radial_mode) for _ in range(2))
+    for a, b in zip(first, again):
+        assert all(torch.equal(a[name], b[name]) for name in a), "two runs of one call differ"
+
+
+@pytest.mark.parametrize("kernel", ["student", "exponential"])
+@pytest.mark.parametrize("scale", [1.0, 3.0, 10.0, 20.0, 40.0])
+def test_sums_out_of_range_are_formed_again_relative_to_their_maximum(kernel, scale):
+    """Weights as small as e^−400, where a plain sum underflows in fp32: on both sides of the border and across it."""
+    case = frozen(make_case(queries=70, dtype=torch.float32), nu=7.0)
+    with torch.no_grad():
+        case.q.mul_(scale), case.magnitude.mul_(scale)
+    exact = make_case(queries=70)
+    for name, leaf in case.leaves().items():
+        owner = exact if "." not in name else getattr(exact, name.split(".")[0])
+        getattr(owner, name.split(".")[-1]).data.copy_(leaf.data)
+    frozen(exact, nu=7.0)
+    truth, single, found = (
+        run(*given, kernel=kernel) for given in ((exact, "reference"), (case, "reference"), (case, "native"))
+    )
+    for exact_part, single_part, found_part in zip(truth, single, found):
+        for name, value in exact_part.items():  # what rounding y to fp32 costs, it costs the reference in fp32 too
+            allowed = 5 * (single_part[name] - value).abs().max() + 1e-4 * value.abs().max() + 1e-6
+            assert (found_part[name] - value).abs().max() <= allowed, name
+    if scale >= 20:
+        assert found[0]["log_evidence"].min() < -60
+
+
+def test_bf16_inputs_are_scored_in_fp32():
+    case = make_case(queries=63, dtype=torch.bfloat16)
+    assert_same(case, "native", 1e-2, kernel="student", radial_mode="own")
+    outputs, _ = run(case, "native", kernel="student")
+    assert outputs["v_bar"].dtype == torch.bfloat16
+    assert outputs["log_evidence"].dtype == torch.float32
+
+
+def test_capped_precision_has_the_reference_gradient():
+    case = make_case(queries=9)
+    with torch.no_grad():
+        case.magnitude[:, ::2] *= 1e3  # κ̃ runs into its cap
+    assert_same(case, "native", 1e-8, kernel="student")
+
+
+@pytest.mark.parametrize("nu", [1e-3, 1e8])
+def test_extreme_nu_stays_exact_in_fp32(nu):
+    case = make_case(queries=33, dtype=torch.float32)
+    with torch.no_grad():
+        case.noise.nu.fill_(nu)
+    single, _ = run(case, "native", kernel="student")
+    double = {name: None if x is None else x.double() for name, x in vars(case.noise).items()}
+    call = case.call(kernel="student", noise=type(case.noise)(**double))
+    exact = robust_attention(replace(call, **{n: getattr(case, n).double() for n in ("q", "k", "v", "magnitude")}))
+    assert (single["v_bar"] - exact.v_bar).abs().max() < 1e-4
+    assert (single["log_evidence"] - exact.log_evidence).abs().max() < 1e-3 * exact.log_evidence.abs().max()
+
+
+@pytest.mark.parametrize("backend", ["native", "streaming"])
+def test_long_lags_and_switched_off_floors_stay_finite(backend):
+    case = make_case(batch=1, heads=2, groups=1, queries=3, keys=5000, dtype=torch.float32)
+    with torch.no_grad():
+        case.noise.mu.fill_(1.0)  # E² underflows after 50 tokens
+        case.noise.m_inf2.zero_()
+        case.noise.sigma02.zero_()
+        case.magnitude[0, 4990] = 0
+    outputs, gradients = run(case, backend, kernel="student")
+    for x in (*outputs.values(), *gradients.values()):
+        assert x.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ["native", "streaming"])
+def test_dropout_is_the_same_in_both_passes_and_leaves_the_evidence(backend):
+    case = make_case(queries=150)
+    plain, _ = run(case, backend, kernel="student")
+    torch.manual_seed(3)
+    dropped, gradients = run(case, backend, kernel="student", dropout=0.5)
+    torch.testing.assert_close(plain["log_evidence"], dropped["log_evidence"])
+    assert (plain["v_bar"] - dropped["v_bar"]).abs().max() > 1e-3
+    # Directional derivative by finite differences: only right if the backward pass drops the same weights.
+    step = torch.randn_like(case.q)
+    values = []
+    for sign in (1, -1):
+        torch.manual_seed(3)
+        moved = type(case)((case.q + sign * 1e-6 * step).detach().requires_grad_(), *list(vars(case).values())[1:])
+        outputs, _ = run(moved, backend, kernel="student", dropout=0.5)
+        generator = torch.Generator().manual_seed(7)
+        values.append(
+            sum((x * torch.randn(x.shape, generator=generator, dtype=x.dtype)).sum() for x in outputs.values())
+        )
+    measured = (values[0] - values[1]) / 2e-6
+    torch.testing.assert_close(measured, (gradients["q"] * step).sum(), rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_keeps_the_expectation_and_drops_the_asked_share():
+    case = make_case(batch=1, heads=2, groups=2, queries=300)
+    with torch.no_grad():
+        case.v.fill_(1)
+    sums = torch.stack([run(case, "native", kernel="gaussian", dropout=0.3)[0]["v_bar"] for _ in range(20)])
+    assert abs(sums.mean() - 1) < 0.01
+    assert sums[:, :, :, 0].unique().isclose(torch.tensor(1 / 0.7, dtype=torch.float64)).any()  # one weight, kept
+
+
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize("backend", ["native", "streaming", "reference"])
+def test_dot_form_of_raw_queries_and_keys_is_ordinary_attention(backend, groups):  # K11
+    size, tau = 8, 0.7
+    q, k, v = (torch.randn(2, heads, 13, size, dtype=torch.float64).requires_grad_() for heads in (4, groups, groups))
+    precision = tau * (size / 2) / (2 * size**0.5)  # tau = 2 kappa_tilde sqrt(Dh)/d_h: a logit is q.k/sqrt(Dh)
+    share = torch.full((4,), 1 / (3 * precision), dtype=torch.float64)
+    noise = kernels.DirectionalNoise(0 * share, share, share, share, 0 * share, tau=torch.full_like(share, tau))
+
+    def attend(form):
+        call = kernels.RobustCall(q, k, v, noise, "exponential", residual_form=form)
+        return robust_attention(call, backend).v_bar
+
+    def gradients(out):
+        return torch.autograd.grad((out * torch.cos(torch.arange(out.numel())).view_as(out)).sum(), (q, k, v))
+
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(attend("dot"), expected, atol=1e-12, rtol=1e-10)
+    torch.testing.assert_close(gradients(attend("dot")), gradients(expected), atol=1e-12, rtol=1e-10)
+    assert (attend("full") - expected).abs().max() > 0.1  # the norms matter when they differ
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_dot_form_with_decay_and_documents(packed):
+    documents = torch.arange(13).expand(2, 13) // 5 if packed else None
+    case = make_case()
+    assert_same(case, "native", 1e-10, kernel="exponential", residual_form="dot", documents=documents, decay_keys=True)
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "words"),
+    [
+        ("auto", {"kernel": "student", "residual_form": "dot"}, ["block.residual_form=dot", "block.kernel=student"]),
+        ("auto", {"kernel": "exponential", "residual_form": "angular"}, ["block.residual_form", "full, dot"]),
+        ("native", {"kernel": "student", "return_weights": True}, ["never holds the weights", "block.backend=auto"]),
+        ("streaming", {"kernel": "student", "return_weights": True}, ["never holds the weights"]),
+        ("triton", {"kernel": "exponential", "residual_form": "dot"}, ["block.residual_form=full"]),
+    ],
+)
+def test_what_cannot_be_done_is_said(backend, options, words):
+    with pytest.raises(UserError) as error:
+        run(make_case(), backend, **options)
+    assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.slow
+def test_an_outer_compile_sees_one_operator_and_no_graph_break():
+    case = make_case(queries=33, dtype=torch.float32)
+
+    def loss(q, k, v, m):
+        call = replace(case.call(kernel="student", radial_mode="own"), q=q, k=k, v=v, magnitude=m)
+        out = robust_attention(call)
+        return out.v_bar.square().sum() + out.log_evidence.sum() + out.m_bar.sum()
+
+    inputs = (case.q, case.k, case.v, case.magnitude)
+    plain = torch.autograd.grad(loss(*inputs), inputs)
+    compiled = torch.autograd.grad(torch.compile(loss, fullgraph=True)(*inputs), inputs)
+    for a, b in zip(plain, compiled):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_without_a_compiler_it_warns_once_and_goes_on(monkeypatch):
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    build.library.cache_clear()
+    kernels._warn_once.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="plain torch.*no C\\+\\+ compiler"):
+            assert_same(make_case(), "auto", 1e-9, kernel="student", radial_mode="own")
+        with pytest.raises(UserError, match="no C\\+\\+ compiler was found"):
+            run(make_case(), "native", kernel="student")
+    finally:
+        build.library.cache_clear()
+
+
+def test_a_second_process_finds_the_compiled_code_and_says_nothing(tmp_path, monkeypatch):
+    cache, source = tmp_path / "cache", tmp_path / "source"
+    source.mkdir()
+    (source / "native.cpp").write_text('extern "C" int answer() { return sizeof(REAL); }')
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(cache))
+    monkeypatch.setattr(build, "SOURCES", source)
+    build.library.cache_clear()
+    try:
+        assert build.library("double").answer() == 8
+        (made,) = cache.glob("*.so")
+        stamp = made.stat().st_mtime_ns
+        command = f"""
+from pathlib import Path
+from polarlm.attention.kernels import build
+build.SOURCES = Path({str(source)!r})
+assert build.library("double").answer() == 8
+"""
+        done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
+        assert (done.stdout, done.stderr) == ("", "")
+        assert [path.stat().st_mtime_ns for path in cache.glob("*.so")] == [stamp]
+
+        (source / "native.cpp").write_text('extern "C" int answer() { return -1; }')
+        build.library.cache_clear()
+        assert build.library("double").answer() == -1, "changed source, old code"
+    finally:
+        build.library.cache_clear()
+
+
+def test_python_and_native_agree_on_the_call():
+    library = build.library("float")
+    assert library.polarlm_call_size() == native_backend.ctypes.sizeof(native_backend._Call)
+    assert native_backend.VECTOR_BYTES % library.polarlm_vector_bytes() == 0
