@@ -85,9 +85,7 @@ def radial_estimate(call: RobustCall) -> Tensor:
     return _radial(call, call.v.to(call.score_dtype), None, _lags(call), allowed)[0]
 
 
-def _radial(
-    call: RobustCall, v: Tensor, weights: Tensor | None, lag: Tensor, allowed: Tensor
-) -> tuple[Tensor, Tensor]:
+def _radial(call: RobustCall, v: Tensor, weights: Tensor | None, lag: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
     """m̄ (B,T) and its weights (B,T,S)."""
     noise, magnitude = call.radial, call.magnitude
     assert noise is not None and magnitude is not None, "RobustCall.check sees to it"
