@@ -28,7 +28,7 @@ from polarlm.diagnostics import run_probe
 from polarlm.locations import CONFIGS
 from polarlm.training.job import Job, build_job
 from polarlm.training.loggers.sinks import build_loggers, finish_loggers
-from polarlm.training.optimiser import build_adamw
+from polarlm.training.optimisers import build_optimiser
 from polarlm.training.probing import probe_batch
 from polarlm.training.quiet import quiet_libraries
 
@@ -65,8 +65,7 @@ def measure(overrides: list[str], rounds: int, steps: int, compiled: bool) -> di
 
 def stepper(job: Job, loss: Callable[..., torch.Tensor], steps: int) -> Iterator[None]:
     """Each `next` takes `steps` training steps."""
-    options = {key: value for key, value in job.config["optim"].items() if key != "grad_clip"}
-    optimiser, batches = build_adamw(job.model, **options), iter(job.data.train_dataloader())
+    optimiser, batches = build_optimiser(job.config["optim"], job.model), iter(job.data.train_dataloader())
     while True:
         for _ in range(steps):
             for _ in range(job.plan.accumulate):

@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 from polarlm.locations import CONFIGS
 from polarlm.training.fit import fit
 from polarlm.training.job import Job, build_job
-from polarlm.training.optimiser import build_adamw
+from polarlm.training.optimisers import build_optimiser
 from polarlm.training.quiet import quiet_libraries
 
 
@@ -51,7 +51,7 @@ def composed(overrides: list[str], steps: int) -> dict:
 def bare_steps(job: Job) -> list[float]:
     """Seconds of each step of a loop with nothing around it."""
     o = job.config["optim"]
-    optimiser = build_adamw(job.model, **{key: value for key, value in o.items() if key != "grad_clip"})
+    optimiser = build_optimiser(o, job.model)
     batches = iter(job.data.train_dataloader())
     times = []
     for _ in range(job.steps):

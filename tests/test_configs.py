@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 from polarlm.locations import CONFIGS
 from polarlm.model import GPTConfig
 from polarlm.training.batching import plan_batches, total_steps
-from polarlm.training.schedule import learning_rate_factor
+from polarlm.training.schedules import build_schedule
 
 GROUPS = ("model", "data", "tokenizer", "optim", "schedule", "trainer", "logger", "diagnostics")
 
@@ -29,8 +29,7 @@ def test_a_choice_composes_and_describes_a_possible_run(choice):
     batch = trainer["batch_tokens"] if choice.split("=")[0] != "model" else context * 8
     plan = plan_batches(batch, context, trainer["devices"] * trainer["nodes"], trainer["micro_batch_tokens"])
     total = plan.tokens * total_steps(trainer["max_steps"], trainer["max_tokens"], plan.tokens)
-    schedule = {key: value for key, value in config["schedule"].items() if key != "kind"}
-    assert 0 < learning_rate_factor(config["schedule"]["kind"], total, **schedule)(total // 2) <= 1
+    assert 0 < build_schedule(config["schedule"], total).factor(total // 2, total) <= 1
     assert float(config["optim"]["lr"]) > 0
 
 

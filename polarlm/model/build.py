@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from typing import Any
 
 from polarlm.errors import UserError
 from polarlm.model import GPT, GPTConfig
+from polarlm.targets import target_of
 
 
 def build_model(config: dict[str, Any], vocab_size: int) -> GPT:
-    """The GPT that `model` and `block` describe, with freshly initialised weights."""
-    from hydra.errors import InstantiationException
-    from hydra.utils import instantiate
-
+    """The GPT that `model` and `block` describe, with freshly initialised weights; safe for a stranger's config."""
+    mixer, options = target_of(config["block"], "block")
     try:
-        return GPT(GPTConfig(vocab_size=vocab_size, **config["model"]), instantiate(config["block"]))
-    except InstantiationException as error:
-        raise UserError(f"block={config['choices']['block']} can't be built: {error}") from error
+        return GPT(GPTConfig(vocab_size=vocab_size, **config["model"]), functools.partial(mixer, **options))
     except TypeError as error:  # a key that the block or the model does not have (added with `+`)
         raise UserError(f"model or block has a key it does not know: {error}") from error
 

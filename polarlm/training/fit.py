@@ -36,11 +36,10 @@ def fit(job: Job, folder: Path, loggers: Sequence[Any] = (), extra: Sequence[Any
     module = LanguageModel(
         job.model,
         optim=config["optim"],
-        schedule=config["schedule"],
+        schedule=job.schedule,
         batch_tokens=job.plan.tokens,
         max_steps=job.steps,
         compiled=job.compiled,
-        weigh=job.data.mask_documents or job.data.packing != "stream",
     )
     validation = Validation(recorder, every=int(t["val_every"]), on_progress=progress.on_validation_progress)
     stop = GracefulStop(agree_every=int(t["log_every"]))

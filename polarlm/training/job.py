@@ -14,6 +14,9 @@ from polarlm.model import GPT
 from polarlm.model.build import build_model, warn_about_idle_settings
 from polarlm.training.batching import BatchPlan, plan_batches, total_steps
 from polarlm.training.hardware import choose_accelerator, choose_compile, choose_precision
+from polarlm.training.optimisers import build_optimiser
+from polarlm.training.schedules import build_schedule
+from polarlm.training.schedules.warmup import Schedule
 
 
 @dataclass
@@ -26,6 +29,7 @@ class Job:
     data: LMDataModule
     plan: BatchPlan
     steps: int
+    schedule: Schedule
     accelerator: str
     precision: str
     compiled: bool
@@ -42,6 +46,7 @@ def build_job(config: dict[str, Any]) -> Job:
     processes = int(t["devices"]) * int(t["nodes"])
     plan = plan_batches(int(t["batch_tokens"]), config["model"]["context"], processes, int(t["micro_batch_tokens"]))
     steps = total_steps(t["max_steps"], t["max_tokens"], plan.tokens)
+    schedule = build_schedule(config["schedule"], steps * plan.tokens)
     corpus = build_corpus(config["data"], config["tokenizer"], config["cache_dir"])
     data = LMDataModule(
         corpus,
@@ -53,7 +58,8 @@ def build_job(config: dict[str, Any]) -> Job:
     torch.manual_seed(config["seed"])
     model = build_model(config, corpus.tokenizer.vocab_size)
     warn_about_idle_settings(model, config["block"])
-    return Job(config, corpus, model, data, plan, steps, accelerator, precision, compiled)
+    build_optimiser(config["optim"], model)  # only to refuse wrong options now
+    return Job(config, corpus, model, data, plan, steps, schedule, accelerator, precision, compiled)
 
 
 def headline(job: Job, folder: Path, *, again: bool) -> str:

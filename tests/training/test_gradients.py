@@ -12,22 +12,30 @@ from polarlm.model import GPT, GPTConfig
 from polarlm.training.gradients import clip, total_norm
 from polarlm.training.module import LanguageModel
 from polarlm.training.quiet import quiet_libraries
+from polarlm.training.schedules.constant import Constant
+from tests.training.tiny_jobs import fitted
 
-OPTIM = dict(lr=1e-2, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.1, estimator_lr_factor=0.5)
+OPTIM = dict(
+    _target_="polarlm.training.optimisers.adamw.adamw",
+    lr=1e-2,
+    betas=[0.9, 0.95],
+    eps=1e-8,
+    weight_decay=0.1,
+    estimator_lr_factor=0.5,
+)
 VOCABULARY, CONTEXT = 11, 8
 
 
-def module(grad_clip=1.0, weigh=False, steps=3, **optim):
+def module(grad_clip=1.0, steps=3, **optim):
     torch.manual_seed(0)
     config = GPTConfig(vocab_size=VOCABULARY, context=CONTEXT, d_model=16, n_layer=1, n_head=2)
     return LanguageModel(
         GPT(config, StandardAttention),
         optim={**OPTIM, "grad_clip": grad_clip, **optim},
-        schedule={"kind": "constant", "warmup_fraction": 0.0},
+        schedule=Constant(warmup_fraction=0.0),
         batch_tokens=8 * CONTEXT,
         max_steps=steps,
         compiled=False,
-        weigh=weigh,
     )
 
 
@@ -41,8 +49,10 @@ def sequences(rows, counted=None, seed=1):
     return text[:, :-1], targets
 
 
-def micro_batches(tokens, targets, size):
-    return [{"tokens": a, "targets": b} for a, b in zip(tokens.split(size), targets.split(size))]
+def micro_batches(tokens, targets, size, steps=1):
+    """Cut into micro-batches that know how many targets of their step count, as the data module's do."""
+    counted = (targets != -100).sum().float() / (len(tokens) // size // steps) / steps
+    return [{"tokens": a, "targets": b, "counted": counted} for a, b in zip(tokens.split(size), targets.split(size))]
 
 
 def fit(lm, batches, accumulate=1, steps=1, plugins=None, callbacks=()):
@@ -114,8 +124,8 @@ class HalfOnCpu(MixedPrecision):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_micro_batch_size_does_not_change_the_step_when_counts_differ(size):
     text = sequences(8, counted=[8, 1, 8, 3, 2, 8, 1, 1])
-    whole = fit(module(weigh=True), micro_batches(*text, 8))
-    lm = module(weigh=True)
+    whole = fit(module(), micro_batches(*text, 8))
+    lm = module()
     parts = fit(lm, micro_batches(*text, size), accumulate=8 // size)
     for name in whole:
         assert torch.allclose(whole[name], parts[name], atol=1e-6), name
@@ -123,21 +133,33 @@ def test_the_micro_batch_size_does_not_change_the_step_when_counts_differ(size):
     assert float(lm.step_loss) / (8 // size) == pytest.approx(float(direct), abs=1e-6)
 
 
-def test_unweighed_the_step_would_depend_on_the_micro_batch_size():
-    text = sequences(8, counted=[8, 1, 8, 3, 2, 8, 1, 1])
-    whole, parts = fit(module(), micro_batches(*text, 8)), fit(module(), micro_batches(*text, 1), accumulate=8)
-    assert any(not torch.allclose(whole[name], parts[name], atol=1e-4) for name in whole)
+def test_the_logged_loss_is_the_mean_over_the_steps_micro_batches(tmp_path):
+    """One step of eight sequences: the first row's loss is the untrained model's, however the step is cut."""
+    whole, parts = (
+        fitted(tmp_path, tmp_path / cut, "trainer.max_steps=1", f"trainer.micro_batch_tokens={cut}")[0]["train/loss"]
+        for cut in ("128", "16")
+    )
+    assert parts == pytest.approx(whole, abs=1e-5)
 
 
-def test_weighing_changes_no_bit_when_all_targets_count():
-    text = sequences(8)
-    plain = fit(module(), micro_batches(*text, 2), accumulate=4)
-    weighed = fit(module(weigh=True), micro_batches(*text, 2), accumulate=4)
-    assert all(torch.equal(plain[name], weighed[name]) for name in plain)
+@pytest.mark.parametrize("packing", ["aligned", "stream"])
+def test_packed_and_masked_text_trains_the_same_whatever_the_micro_batch(tmp_path, packing):
+    options = (f"data.packing={packing}", "data.mask_documents=true", "data.document_separator='\n\n'")
+    runs = [
+        fitted(tmp_path, tmp_path / cut, *options, f"trainer.micro_batch_tokens={cut}") for cut in ("128", "32", "16")
+    ]
+    losses = [[row["train/loss"] for row in rows] for rows in runs]
+    assert losses[1] == pytest.approx(losses[0], abs=2e-5) and losses[2] == pytest.approx(losses[0], abs=2e-5)
+
+
+def test_the_rate_of_a_row_is_the_one_its_step_was_taken_with(tmp_path):
+    schedule = ("schedule=wsd", "schedule.warmup_fraction=0.5", "schedule.decay_fraction=0.5", "optim.lr=0.01")
+    rows = fitted(tmp_path, tmp_path / "run", "trainer.max_steps=4", *schedule)
+    assert [row["train/lr"] for row in rows] == pytest.approx([0.005, 0.01, 0.005, 0.0])
 
 
 def test_the_second_beta_reaches_the_optimiser():
-    text = micro_batches(*sequences(16), 8)
+    text = micro_batches(*sequences(16), 8, steps=2)
     a, b = (fit(module(betas=[0.9, second]), text, steps=2) for second in (0.95, 0.5))
     assert not torch.equal(a["model.embedding.weight"], b["model.embedding.weight"])
     lm = module(betas=[0.8, 0.7])

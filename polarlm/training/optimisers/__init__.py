@@ -1,0 +1,23 @@
+"""Optimisers, chosen by the `optim` group: each is a function of (model, fused, its options) named by its yaml."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from polarlm.errors import UserError
+from polarlm.targets import target_of
+
+# Settings of a step that hold for every optimiser; the rest of the group is the optimiser's own.
+STEP_SETTINGS = ("grad_clip",)
+
+
+def build_optimiser(optim: dict[str, Any], model: nn.Module, *, fused: bool = True) -> torch.optim.Optimizer:
+    """The optimiser that `optim` names, over all trainable parameters of the model."""
+    build, options = target_of(optim, "optim")
+    try:
+        return build(model, fused=fused, **{k: v for k, v in options.items() if k not in STEP_SETTINGS})
+    except (TypeError, ValueError) as error:
+        raise UserError(f"optim can't be built: {error}") from error

@@ -1,0 +1,35 @@
+"""Parameters sorted by the role of the module that holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+GROUPS = ("decay", "no_decay", "estimator")
+
+
+def parameter_roles(model: nn.Module) -> Iterator[tuple[nn.Parameter, str, nn.Module]]:
+    """(parameter, group, module) of every trainable parameter, each once.
+
+    The group is the module's `optim_group`; without one, matrices decay and vectors do not. The mark sits on the module
+    and not on the parameter, because sharding (FSDP2) replaces parameters.
+    """
+    seen: set[int] = set()
+    for module in model.modules():
+        mark = getattr(module, "optim_group", None)
+        if mark is not None and mark not in GROUPS:
+            raise ValueError(f"{type(module).__name__}.optim_group={mark!r}; it must be one of {GROUPS}")
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) in seen or not parameter.requires_grad:
+                continue
+            seen.add(id(parameter))
+            yield parameter, mark or ("decay" if parameter.ndim >= 2 else "no_decay"), module
+
+
+def parameter_groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """The parameters of each group, in the order of the modules."""
+    groups: dict[str, list[nn.Parameter]] = {name: [] for name in GROUPS}
+    for parameter, group, _ in parameter_roles(model):
+        groups[group].append(parameter)
+    return groups

@@ -1,0 +1,90 @@
+"""Muon for the hidden matrices, AdamW for everything else (embedding, output, gains, the estimator's scalars).
+
+Muon's update is an orthogonal matrix; scaled by 0.2 √max(rows, columns) its root mean square equals that of a typical
+AdamW update (Liu et al. 2025, "Muon is scalable"), so one `lr` and one `weight_decay` serve both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from polarlm.training.optimisers.adamw import adamw_groups
+from polarlm.training.optimisers.groups import GROUPS, parameter_roles
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Two optimisers that look like one: one list of groups for the schedule, one state for the checkpoint."""
+
+    def __init__(self, muon: torch.optim.Optimizer, adamw: torch.optim.Optimizer) -> None:
+        self.parts = (muon, adamw)
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        self._link()
+
+    def _link(self) -> None:
+        """Let the parts read and write our groups and our state (loading replaces both)."""
+        first = 0
+        for part in self.parts:
+            count = len(part.param_groups)
+            part.param_groups = self.param_groups[first : first + count]
+            part.state = self.state
+            first += count
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over groups and state, for both parts."""
+        super().load_state_dict(state_dict)
+        self._link()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step of both."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._link()
+        for part in self.parts:
+            part.step()
+        return loss
+
+
+def is_hidden(parameter: nn.Parameter, group: str, module: nn.Module, inside: set[int]) -> bool:
+    """Whether a parameter is the matrix of a linear map inside a block."""
+    return group != "estimator" and parameter.ndim == 2 and isinstance(module, nn.Linear) and id(module) in inside
+
+
+def muon(
+    model: nn.Module,
+    *,
+    lr: float,
+    betas: Sequence[float],
+    eps: float,
+    weight_decay: float,
+    momentum: float,
+    estimator_lr_factor: float,
+    fused: bool = True,
+) -> MuonAndAdamW:
+    """Muon and AdamW over the model's parameters, by the role of their modules."""
+    blocks = [module for name, module in model.named_modules() if name.startswith("blocks.")]
+    inside = {id(module) for block in blocks for module in block.modules()}
+    hidden: dict[str, list[nn.Parameter]] = {"decay": [], "no_decay": []}
+    rest: dict[str, list[nn.Parameter]] = {name: [] for name in GROUPS}
+    for parameter, group, module in parameter_roles(model):
+        (hidden if is_hidden(parameter, group, module, inside) else rest)[group].append(parameter)
+    muon_groups: list[dict[str, Any]] = [
+        {"name": "hidden", "params": hidden["decay"], "weight_decay": weight_decay},
+        {"name": "hidden_no_decay", "params": hidden["no_decay"], "weight_decay": 0.0},
+    ]
+    orthogonal = torch.optim.Muon(
+        [group for group in muon_groups if group["params"]],
+        lr=lr,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    others = adamw_groups(rest, lr, weight_decay, estimator_lr_factor)
+    adam = torch.optim.AdamW(others, lr=lr, betas=(betas[0], betas[1]), eps=eps, fused=fused)
+    return MuonAndAdamW(orthogonal, adam)
