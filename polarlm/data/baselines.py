@@ -9,15 +9,15 @@ from polarlm.data.corpus import Corpus
 _LIMIT = 50_000_000  # of training tokens counted; more no longer changes either number noticeably
 
 
-def ngram_losses(corpus: Corpus, split: str = "val") -> dict[str, float]:
-    """Nats per token on a split (every token but the first), with counts from the train split.
+def ngram_losses(corpus: Corpus, split: str = "val", tokens: int | None = None) -> dict[str, float]:
+    """Nats per token on a split (every token but the first, or its first `tokens`), counted on the train split.
 
     Unigram: p(w) = (c(w) + 1) / (N + V). Bigram, interpolated after Witten and Bell:
     p(w|v) = (c(v,w) + t(v)·p(w)) / (c(v) + t(v)), t(v) = number of different tokens seen after v.
     """
     vocab = corpus.tokenizer.vocab_size
     train = corpus.store("train")[:_LIMIT].astype(np.int64)
-    judged = corpus.store(split)[:_LIMIT].astype(np.int64)
+    judged = corpus.store(split)[: min(tokens or _LIMIT, _LIMIT)].astype(np.int64)
     before, after = judged[:-1], judged[1:]
 
     unigram = (np.bincount(train, minlength=vocab) + 1.0) / (len(train) + vocab)

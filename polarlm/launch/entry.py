@@ -30,13 +30,14 @@ def train(arguments: Sequence[str] | None = None) -> None:
 
 def evaluate(arguments: Sequence[str] | None = None) -> None:
     """`python eval.py …` and `polarlm eval …`."""
+    from polarlm.launch.evaluate import as_lists
 
     def task(cfg: DictConfig) -> float:
         from polarlm.launch.evaluate import evaluate_run
 
         return evaluate_run(cfg)
 
-    run(task, "eval", arguments)
+    run(task, "eval", as_lists(sys.argv[1:] if arguments is None else arguments))
 
 
 def run(task: Task, config_name: str, arguments: Sequence[str] | None = None) -> None:

@@ -1,80 +1,172 @@
-"""One evaluation job: a checkpoint in, numbers with their protocol out."""
+"""Evaluation jobs: checkpoints and protocols in, numbers with their protocol out, on the screen and in the run folder.
+
+Nothing heavy is imported before the question has been understood.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from polarlm.errors import UserError
+from polarlm.errors import UserError, did_you_mean
 from polarlm.evaluation.metrics import METRICS, formatted
 
-if TYPE_CHECKING:
-    from polarlm.runs.restore import RestoredRun
+LISTS = ("checkpoint", "protocol", "lengths", "rates", "corruptions")  # keys that take several values: a,b,c
+
+
+def as_lists(arguments: Sequence[str]) -> list[str]:
+    """`checkpoint=a,b` as `checkpoint=['a','b']`: several values of one evaluation, not Hydra's sweep (-m)."""
+    if {"-m", "--multirun"} & set(arguments):
+        return list(arguments)
+    found = []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if key in LISTS and equals and value[:1] not in ("[", "'", '"', ""):
+            quoted = [part.replace("\\", "\\\\").replace("'", "\\'") for part in value.split(",")]
+            argument = f"{key}=[" + ",".join(f"'{part}'" for part in quoted) + "]"
+        found.append(argument)
+    return found
 
 
 def evaluate_run(cfg: DictConfig) -> float:
-    """Evaluate the checkpoint, print its numbers and the protocol; returns the loss."""
-    from polarlm.runs.files import write_json
-    from polarlm.runs.restore import restore_run
-
+    """Ask every checkpoint every protocol; prints, stores in the run folders, returns the first loss found."""
     if OmegaConf.is_missing(cfg, "checkpoint"):
         raise UserError("checkpoint must be given: python eval.py checkpoint=runs/<name>")
-    run = restore_run(str(cfg.checkpoint), cfg.device)
-    found = judge(run, cfg.split, cfg.cache_dir)
-    print(f"{run.folder}  ({run.weights.name})")
-    values = [(metric, found.get(f"{cfg.split}/{metric.name}")) for metric in METRICS]
-    print(f"  {cfg.split}: " + ", ".join(f"{m.title} {formatted(m.name, value)}" for m, value in values if value))
-    print("  protocol: " + ", ".join(f"{key} {value}" for key, value in found["protocol"].items()))
-    if cfg.out:
-        write_json(Path(cfg.out), found)
-        print(f"  written to {cfg.out}")
-    else:
-        print(json.dumps(found))
-    return float(found[f"{cfg.split}/loss"])
+    options: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    names = protocol_names(options["protocol"])
+    checkpoints = find_checkpoints(_several(options["checkpoint"]))
+
+    from polarlm.runs.files import write_json
+
+    records = [record for checkpoint in checkpoints for record in judge(checkpoint, names, options)]
+    summary: Any = flat(records[0]) if len(records) == 1 and "metrics" in records[0] else records
+    if options["out"]:
+        write_json(Path(options["out"]), summary)
+        print(f"  written to {options['out']}")
+    elif isinstance(summary, dict):
+        print(json.dumps(summary))
+    return next((float(r["metrics"]["loss"]) for r in records if "metrics" in r), float("nan"))
 
 
-def judge(run: RestoredRun, split: str, cache_dir: str) -> dict[str, Any]:
-    """Numbers of a run on a split of the corpus it was trained on, exactly as at the end of its training."""
-    from polarlm.data import LMDataModule, build_corpus
-    from polarlm.evaluation.metrics import measure
-    from polarlm.evaluation.tally import tally_batches
-    from polarlm.evaluation.text_size import text_size
-    from polarlm.runs.files import read_json
-    from polarlm.training.batching import plan_batches
+def protocol_names(given: Any) -> list[str]:
+    """The protocols asked for, checked."""
+    from polarlm.launch.protocols import PROTOCOLS
 
-    config = run.config
-    corpus = build_corpus(config["data"], config["tokenizer"], cache_dir)
-    recorded = read_json(run.folder / "corpus.json") or {}
-    if recorded.get("fingerprint") != corpus.fingerprint:
-        raise UserError(
-            f"The corpus has changed since {run.folder} was trained (fingerprint {corpus.fingerprint}, "
-            f"the run recorded {recorded.get('fingerprint')}); its numbers could not be compared"
-        )
+    names = _several(given)
+    if names == ["all"]:
+        return list(PROTOCOLS)
+    for name in names:
+        if name not in PROTOCOLS:
+            near = did_you_mean(name, list(PROTOCOLS))
+            raise UserError(f"protocol={name} does not exist. {near}Choices: {', '.join(PROTOCOLS)}, all")
+    return names
+
+
+def find_checkpoints(places: Sequence[str]) -> list[str]:
+    """Run folders and weight files as they are; a folder of run folders (a sweep's) gives the runs in it."""
+    found = []
+    for place in places:
+        path = Path(place)
+        inside = sorted(p.parent for p in path.glob("*/config.yaml")) if path.is_dir() else []
+        if inside and not (path / "config.yaml").exists():
+            finished = [p for p in inside if any((p / "checkpoints").glob("*.safetensors"))]
+            if not finished:
+                raise UserError(f"{path} holds {len(inside)} runs, but none of them has finished training")
+            found += [str(p) for p in finished]
+        else:
+            found.append(place)
+    return found
+
+
+def judge(checkpoint: str, names: Sequence[str], options: dict[str, Any]) -> list[dict[str, Any]]:
+    """The records of one checkpoint, printed and written to its run folder."""
+    from polarlm.launch.protocols import PROTOCOLS, Question, corpus_for
+    from polarlm.runs.evaluations import write_evaluation
+    from polarlm.runs.restore import restore_run
+
+    run = restore_run(checkpoint, options["device"])
+    split = options["split"]
+    corpus = corpus_for(run, options.get("data"), options["cache_dir"])
     if split not in corpus.splits:
         raise UserError(f"split={split} does not exist; this corpus has {', '.join(corpus.splits)}")
-    trainer = config["trainer"]
-    # The same micro-batches as in training on one process: the same sums in the same order.
-    plan = plan_batches(int(trainer["batch_tokens"]), config["model"]["context"], 1, int(trainer["micro_batch_tokens"]))
-    data = LMDataModule(
-        corpus,
-        context=plan.context,
-        micro_batch=plan.micro,
-        seed=config["seed"],
-        mask_documents=config["data"]["mask_documents"],
-    )
-    counted = tally_batches(
-        run.model, data.eval_dataloader(split, whole=True), text_size(corpus.store(split), corpus.tokenizer)
-    )
-    protocol = {
-        "data": config["choices"]["data"],
-        "split": split,
-        "tokenizer": config["choices"]["tokenizer"],
-        "context": plan.context,
-        "stride": plan.context,
-        "tokens": counted.targets,
-        "corpus": corpus.fingerprint,
+    question = Question(run, corpus, split, options)
+    print(f"{run.folder}  ({run.weights.name})")
+    records = []
+    for name in names:
+        answer = PROTOCOLS[name](question)
+        protocol = {
+            "name": name,
+            "data": corpus.name if options.get("data") else run.config["choices"]["data"],
+            "split": split,
+            "tokenizer": run.config["choices"]["tokenizer"],
+            "context": question.context,
+            **answer.asked,
+            "corpus": corpus.fingerprint,
+            "weights": run.weights.name,
+        }
+        record = {"protocol": protocol, **answer.found}
+        write_evaluation(run.folder, record, answer.arrays)
+        print("\n".join(lines_of(record)))
+        records.append({"run": str(run.folder), **record})
+    return records
+
+
+def flat(record: dict[str, Any]) -> dict[str, Any]:
+    """{split/metric: value, …, protocol}: the form in which one protocol of one run is told to other programs."""
+    split = record["protocol"]["split"]
+    return {
+        **{f"{split}/{name}": value for name, value in record["metrics"].items()},
+        "protocol": record["protocol"],
     }
-    return {**{f"{split}/{name}": value for name, value in measure(counted).items()}, "protocol": protocol}
+
+
+def lines_of(record: dict[str, Any]) -> list[str]:
+    """A record for people: metrics in one line, curves as columns, then the protocol."""
+    protocol = record["protocol"]
+    lines = [f"  {protocol['name']}, {protocol['split']}"]
+    for name, value in record.items():
+        if name == "metrics":
+            lines.append("    " + metric_line(value))
+        elif name not in ("protocol", "arrays"):
+            lines += [f"    {line}" for line in table_of(value, name)]
+    shown = {key: value for key, value in protocol.items() if key not in ("name", "split")}
+    shown["corpus"] = shown["corpus"][:12]
+    return [*lines, "    protocol: " + ", ".join(f"{key} {value}" for key, value in shown.items())]
+
+
+def metric_line(values: dict[str, float]) -> str:
+    """'loss 1.2345, perplexity 3.44, …' in the table's order."""
+    return ", ".join(f"{m.title} {formatted(m.name, values[m.name])}" for m in METRICS if m.name in values)
+
+
+def table_of(value: Any, name: str) -> list[str]:
+    """Plain lines of whatever a protocol found: numbers, columns of equal length, nested groups."""
+    if not isinstance(value, dict):
+        return [f"{name} {_short(value)}"]
+    columns = {key: column for key, column in value.items() if isinstance(column, list)}
+    plain = {key: entry for key, entry in value.items() if not isinstance(entry, (dict, list))}
+    lines = [", ".join(f"{key} {_short(entry)}" for key, entry in plain.items())] if plain else []
+    simple = {key: column for key, column in columns.items() if all(not isinstance(x, (list, dict)) for x in column)}
+    if simple:
+        rows = [list(simple), *([_short(cell) for cell in row] for row in zip(*simple.values()))]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(simple))]
+        lines += ["  ".join(f"{cell:>{w}}" for cell, w in zip(row, widths)) for row in rows]
+    for key, column in columns.items():
+        if key == "metrics":
+            lines += [f"{metric_line(entry)}" for entry in column]
+    for key, entry in value.items():
+        if isinstance(entry, dict):
+            lines += [key, *(f"  {line}" for line in table_of(entry, key))]
+    return lines
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "–" if value is None else str(value)
+
+
+def _several(value: Any) -> list[str]:
+    return [str(item) for item in (value if isinstance(value, list) else [value])]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -49,6 +51,17 @@ def chunked_tally(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int | 
             others = logits.scatter_(1, target, -torch.inf).amax(-1)
             hits += ((picked > others) & (y != IGNORED)).sum()
     return total, hits
+
+
+def log_probability_chunks(hidden: Tensor, weight: Tensor, chunk: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, log-probabilities (n, V)) of the predictions from hidden (N, d), a chunk at a time, in fp32 or better."""
+    chunk = chunk or max(SMALLEST_CHUNK, CHUNK_LOGITS // weight.shape[0])
+    dtype = _product_dtype(hidden)
+    with torch.autocast(hidden.device.type, enabled=False):
+        w = weight.to(dtype)
+        for start in range(0, hidden.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            yield rows, _logits(hidden[rows].to(dtype), w).log_softmax(-1)
 
 
 def _product_dtype(hidden: Tensor) -> torch.dtype:

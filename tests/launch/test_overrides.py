@@ -47,9 +47,10 @@ def test_a_wrong_word_is_refused_and_the_nearest_right_one_named(loader, typed, 
     assert "\n" not in str(refused.value)
 
 
-def test_evaluation_takes_no_data_group(loader):
-    with pytest.raises(UserError, match="no 'data'"):
-        plan(loader, "checkpoint=x", "data=text", config="eval")
+def test_evaluation_takes_another_corpus_but_no_block(loader):
+    plan(loader, "checkpoint=x", "data=text", "data.path=y", config="eval")
+    with pytest.raises(UserError, match="no 'block'"):
+        plan(loader, "checkpoint=x", "block=polar", config="eval")
 
 
 def test_a_key_that_only_some_blocks_of_a_sweep_have_is_refused_for_the_others(loader):

@@ -146,12 +146,12 @@ OTHERS = [
 EVAL = [
     ([], "checkpoint"),
     (["checkpoint=null"], "checkpoint"),
-    (["checkpoint=x", "data=text"], "data"),
+    (["checkpoint=x", "data=txet"], "text"),
     (["checkpoint=x", "split=valid"], "val"),
     (["checkpoint=x", "device=tpu"], "device"),
     (["chekpoint=x"], "checkpoint"),
     (["checkpoint=x", "cache_dir=null"], "cache_dir"),
-    (["checkpoint=x", "seed=1"], "seed"),
+    (["checkpoint=x", "sed=1"], "seed"),
 ]
 CASES = [(["train.py", f"{key}={value}"], key) for key, text in WRONG_VALUES.items() for value in text.split()]
 CASES += [

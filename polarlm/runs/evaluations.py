@@ -1,0 +1,52 @@
+"""What was found when a run was judged, kept in its folder: one record per protocol, for the report and for people.
+
+evaluations/<protocol>-<data>-<split>-<digest>.json   {"protocol": {…}, "numbers": {…}, …}
+evaluations/….npz                                     arrays that belong to it (losses of every document)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from polarlm.runs.files import read_json, write_json
+
+FOLDER = "evaluations"
+
+
+def evaluation_stem(protocol: dict[str, Any]) -> str:
+    """The file name of a protocol: the same question asked again replaces the old answer."""
+    digest = hashlib.sha256(json.dumps(protocol, sort_keys=True).encode()).hexdigest()[:8]
+    return f"{protocol['name']}-{protocol['data']}-{protocol['split']}-{digest}"
+
+
+def write_evaluation(folder: Path, record: dict[str, Any], arrays: dict[str, np.ndarray] | None = None) -> Path:
+    """Write a record (with its `protocol`) and its arrays beside it; returns the record's path."""
+    stem = folder / FOLDER / evaluation_stem(record["protocol"])
+    if arrays is not None:
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        beside = stem.with_name(f".{stem.name}.tmp.npz")
+        np.savez_compressed(beside, **arrays)  # type: ignore[arg-type]
+        beside.replace(stem.with_name(f"{stem.name}.npz"))
+        record = {**record, "arrays": f"{stem.name}.npz"}
+    path = stem.with_name(f"{stem.name}.json")
+    write_json(path, record)
+    return path
+
+
+def read_evaluations(folder: Path, name: str | None = None) -> list[dict[str, Any]]:
+    """All records of a run (of one protocol), in the order of their names."""
+    records = [read_json(path) for path in sorted((folder / FOLDER).glob("*.json"))]
+    return [record for record in records if name is None or record["protocol"]["name"] == name]
+
+
+def read_arrays(folder: Path, record: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The arrays of a record, without unpickling anything; empty when it has none."""
+    if "arrays" not in record:
+        return {}
+    with np.load(folder / FOLDER / record["arrays"], allow_pickle=False) as found:
+        return {name: found[name] for name in found.files}
