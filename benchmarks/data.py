@@ -5,7 +5,7 @@
     python -m benchmarks.data identity    ids of both on every document of the test corpora (minutes)
     python -m benchmarks.data memory      peak memory of preparing 1× and 100× the text
 
-The real texts come from $POLARLM_SHARED_DATA (or ../shared/data).
+The real texts come from $POLARLM_SHARED_DATA (or data/raw).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from polarlm.data.read.documents import pieces_of
 from polarlm.data.store.tokens import TokenStore
 from polarlm.data.tokenizers.bpe import SubwordTokenizer
 
-SHARED = Path(os.environ.get("POLARLM_SHARED_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+SHARED = Path(os.environ.get("POLARLM_SHARED_DATA", "data/raw"))
 
 
 def alternate(

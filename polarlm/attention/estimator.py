@@ -92,8 +92,8 @@ def refuse_noiseless(values: Mapping[str, Tensor], key_noise: str, floor: str) -
 def decay_rates(name: str, mu: Value, spread: bool, heads: int) -> Tensor:
     """Decay rate per head: as given, or (spread) a quarter of the heads exactly 0 and the rest log-spaced up to mu.
 
-    One common rate is a bad start: heads that must look far cannot, and heads that need recency get too little
-    (reading.md section 5). Rates of 0 stay 0, so some heads always see the whole context.
+    One common rate is a bad start: heads that must look far cannot, and heads that need recency get too little. Rates
+    of 0 stay 0, so some heads always see the whole context.
     """
     rates = per_head(name, mu, heads)
     if not spread or not isinstance(mu, (int, float)) or heads == 1:

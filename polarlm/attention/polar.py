@@ -241,7 +241,7 @@ class PolarAttention(Mixer):
         if self.radial == "none":
             return None
         zero = parameters["beta"].new_zeros(())
-        # Magnitudes do not decay in the radial channel: decay would shrink equal magnitudes (reading.md E20).
+        # Magnitudes do not decay in the radial channel: decay would shrink equal magnitudes (docs/theory.md E20).
         if self.radial == "shared":
             return RadialNoise(mu=zero, eta_k2=zero, eta_q2=zero, sigma02=zero + 1, nu=zero + 1)
         return RadialNoise(

@@ -3,8 +3,8 @@
     R_s = D_s [I + (e^{i phi_s} - 1) v_s v_s^dagger]      D_s = diag(e^{i w_s}), |v_s| = 1
     Phi(i, j) = R_i R_{i-1} ... R_{j+1} = U_i U_j^dagger   U_i = R_i U_{i-1}
 
-The steps do not commute, so the order is part of the definition: the latest stands on the left (reading.md E28). The
-second form means that q, k and v can be brought into a common frame one by one, x -> U^dagger x, as RoPE does it.
+The steps do not commute, so the order is part of the definition: the latest stands on the left (docs/theory.md E28).
+The second form means that q, k and v can be brought into a common frame one by one, x -> U^dagger x, as RoPE does it.
 Vectors are real (..., D), D = 2d, in the layout of `transport`; matrices act on their d complex modes.
 """
 

@@ -4,7 +4,7 @@ With the magnitude held at m, everything in L_R + L_T that depends on the direct
     L_D(u) = -2 <u, h> - <u, J u>,   h = m sum_j rho_j m_j u_j,   J = sum_j (tau_j - rho_j) m_j^2 u_j u_j^dagger
 with rho = 1/sigma_r^2 and tau = 1/sigma_t^2. Observations: unit directions (S, D), magnitudes (S,), precisions (S,).
 The sphere is |u| = 1 in R^D, so its tangent projector is the real one also where field="complex" makes u_j u_j^dagger
-complex. kappa = tau m^2 carries no floors here: the gate is derived without them (reading.md E34).
+complex. kappa = tau m^2 carries no floors here: the gate is derived without them (docs/theory.md E34).
 """
 
 from __future__ import annotations

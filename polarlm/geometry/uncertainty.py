@@ -26,7 +26,7 @@ def fused_update(v: Tensor, v_bar: Tensor, log_prior: Tensor, log_evidence: Tens
     """The tangent update that fuses prior and attention: v, v_bar (..., H, Dh), precisions (..., H).
 
     min_Delta sum_h w P-_h |Delta_h|^2 + (1-w) P_h |Delta_h - delta_h|^2 with <v, Delta> = 0 completes the square to
-    sum_h P+_h |Delta_h - alpha_h delta_h|^2: Prop. 5 with alpha_h delta_h and P+_h (reading.md E32).
+    sum_h P+_h |Delta_h - alpha_h delta_h|^2: Prop. 5 with alpha_h delta_h and P+_h (docs/theory.md E32).
     """
     log_posterior, alpha = covariance_intersection(log_prior, log_evidence, prior_share)
     return project_evidence(v, torch.lerp(v, v_bar, alpha.unsqueeze(-1)), log_posterior)
@@ -40,7 +40,7 @@ def carry_to_next_layer(log_posterior: Tensor, a: Scalar, b: Scalar) -> Tensor:
 def log_kappa_tilde_of_uncertain_query(log_kappa_tilde: Tensor, log_prior: Tensor, c: Scalar) -> Tensor:
     """1/kappa_eff = 1/kappa_tilde + c/P-: a query that is unsure of itself asks more gently.
 
-    In variances this is eta_q^2 + c m^2/P-. The printed eta_q^2 + c/P- adds an angle to a length (reading.md E33).
+    In variances this is eta_q^2 + c m^2/P-. The printed eta_q^2 + c/P- adds an angle to a length (docs/theory.md E33).
     """
     return -torch.logaddexp(-log_kappa_tilde, _log(c, log_prior) - log_prior)
 

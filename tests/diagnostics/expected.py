@@ -1,4 +1,4 @@
-"""What every name of the probe means (reading.md §8, docs/diagnostics.md), one formula each over the naive forward.
+"""What every name of the probe means (docs/diagnostics.md), one formula each over the naive forward.
 
 A formula gets a layer of `naive.forward` and gives a number or one number per head; None where the block has none.
 """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "theory.md").read_text(encoding="utf-8")
-# The identities of the reading notes: transport, kernel, causality, geometry, heads, radial, extensions, model.
+# The families of identities: transport, kernel, causality, geometry, heads, radial, extensions, model.
 IDENTITIES = {"T": 6, "K": 13, "C": 2, "G": 12, "H": 6, "R": 3, "X": 4, "U": 3, "M": 3}
 TESTS = sorted(set(re.findall(r"`([\w/]+\.py)::(\w+)`", PAGE)))
 CODE = sorted(set(re.findall(r"`([\w/]+\.py):(\w+(?:\.\w+)?)`", PAGE)))
@@ -60,6 +60,15 @@ def test_every_identity_has_a_row_with_a_test():
     rows = dict(re.findall(r"^\| ([A-Z]\d+) \| (.+) \|$", table, flags=re.MULTILINE))
     assert list(rows) == [f"{letter}{n}" for letter, last in IDENTITIES.items() for n in range(1, last + 1)]
     assert all("::test_" in row for row in rows.values())
+
+
+def test_the_errata_are_complete_and_what_the_code_refers_to_exists():
+    table = PAGE.split("## Errata")[1].split("### Found")[0]
+    ids = re.findall(r"^\| ([EN]\d+) \|", table, flags=re.MULTILINE)
+    assert ids == [f"E{n}" for n in range(1, 44)] + [f"N{n}" for n in range(1, 11)]
+    for file in (ROOT / "polarlm").rglob("*.py"):
+        named = re.findall(r"theory\.md,? ([EN]\d+)", file.read_text(encoding="utf-8"))
+        assert set(named) <= set(ids), file
 
 
 def test_every_geometry_test_file_is_used():
