@@ -28,6 +28,7 @@ class MixerShape:
     n_layer: int
     dropout: float = 0.0
     norm_eps: float = 1e-6
+    rope_base: float = 10000.0
     stream_std: float = INIT_STD  # RMS of a fresh residual stream where it enters the first layer
 
 
@@ -73,6 +74,7 @@ class TokenContext:
     documents: Tensor | None = None  # (B, T) ids that attention must not cross
     cache: KeyValueCache | None = None  # holds the tokens before these, and takes these
     record: Record | None = None  # filled with the intermediate quantities of this same pass
+    positions: Tensor | None = None  # (T,), or (B, T) with documents; for mixers with frequencies of their own
 
 
 class Mixer(nn.Module):

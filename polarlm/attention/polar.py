@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import cast
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from polarlm.attention.estimator import (
     NOISE_SPLIT,
@@ -27,8 +28,10 @@ from polarlm.attention.estimator import (
     scalar,
 )
 from polarlm.attention.filter import record_estimate, robust_flops
+from polarlm.attention.frequencies import Frequencies
 from polarlm.attention.kernels import (
     KERNELS,
+    RADIAL_CORRELATIONS,
     DirectionalNoise,
     RadialNoise,
     RobustCall,
@@ -46,6 +49,7 @@ from polarlm.attention.mixer import (
     residual_std,
     split_heads,
 )
+from polarlm.attention.polar_step import check_retraction, directional_step, radial_step
 from polarlm.errors import UserError
 from polarlm.geometry import project
 from polarlm.geometry.multihead import PROJECTIONS, Projection
@@ -67,13 +71,21 @@ class PolarAttention(Mixer):
         kernel: str = "student",
         projection: str = "evidence",
         radial: str | bool = "own",
+        radial_correlation: str = "vv",
         rotate_values: bool = True,
+        frequencies: str = "shared",
         norm_position: str = "both",
         norm_scope: str = "per_head",
+        norm_gain: str = "none",
         lift: int = 1,
         magnitude: str | bool = "own",
         norm_values: bool = True,
+        value_weight_decay: bool = False,
         residual_form: str = "full",
+        evidence_clamp: float | None = 8.0,
+        alpha_over_m: bool = True,
+        retract: str = "none",
+        irls_steps: int = 1,
         nu_t: Value = 4.0,
         tau: Value = 1.0,
         eta_tq: Value | None = None,
@@ -106,6 +118,12 @@ class PolarAttention(Mixer):
                 f"block.lift is {lift}; allowed: 1 (parameter parity with standard), 2 (the paper's d -> 2d)."
             )
         self.residual_form = check_residual_form(residual_form, kernel)
+        self.radial_correlation = choice("radial_correlation", radial_correlation, RADIAL_CORRELATIONS)
+        self.retract = check_retraction(retract, projection, norm_values)
+        self.alpha_over_m, self.irls_steps = alpha_over_m, _at_least("irls_steps", irls_steps, 1)
+        if kernel == "gaussian" and irls_steps > 1:
+            raise UserError(f"block.irls_steps={irls_steps} needs residuals, and block.kernel=gaussian ignores them.")
+        self.evidence_clamp = None if evidence_clamp is None else _at_least("evidence_clamp", evidence_clamp, 0)
         self.lift, self.rotate_values, self.norm_values, self.backend = lift, rotate_values, norm_values, backend
         if self.radial != "none" and not (self.magnitude and norm_values):
             raise UserError(
@@ -114,18 +132,24 @@ class PolarAttention(Mixer):
             )
         # Only `both` gets a normalised stream; `post` needs it raw, `pre` splits off its magnitude itself.
         self.pre_norm = norm_position == "both"
+        self.frequencies = Frequencies(frequencies, shape, self.rotary_dim)
 
         d, heads, groups, size = shape.d_model, shape.n_head, shape.n_kv_head, self.rotary_dim
         # Un-normalised q and k must come out at radius sqrt(d_h) by themselves.
         qk_std = (2 * d) ** -0.5 if norm_position == "pre" else INIT_STD
         self.qk = linear(d, (heads + groups) * size, qk_std) if kernel != "gaussian" else None
         self.v = linear(d, groups * size, d**-0.5)  # m starts at 1 on a unit-RMS input
-        self.v.optim_group = "no_decay"  # type: ignore[assignment]  # v is normalised: decay would only let m drift
+        if not value_weight_decay:  # v is normalised: decay would only let m drift
+            self.v.optim_group = "no_decay"  # type: ignore[assignment]
         self.out = linear(heads * size, d, residual_std(shape.n_layer))
+        # One gain per channel, shared by the heads, as in QK-norm; the paper has none (|q| = |k| = r).
+        learned_gain = choice("norm_gain", norm_gain, ("none", "channel")) == "channel" and self.qk is not None
+        self.q_gain = nn.Parameter(torch.ones(size)) if learned_gain else None
+        self.k_gain = nn.Parameter(torch.ones(size)) if learned_gain else None
 
         values = {"nu_t": per_head("nu_t", nu_t, heads), "tau": per_head("tau", tau, heads)}
         values |= {"radius": scalar("radius", radius), "m_inf": scalar("m_inf", m_inf)}
-        information = values["radius"].square() * ((1 + values["m_inf"].square()) if self.magnitude else 1.0)
+        information = values["radius"].square() * (1 + values["m_inf"].square())
         total = matched_variance(kernel, size, values["nu_t"], values["tau"]) * information
         noises = {"eta_tk": (eta_tk, "k"), "eta_tq": (eta_tq, "q"), "sigma_t0": (sigma_t0, "0")}
         for name, (value, share) in noises.items():
@@ -149,11 +173,13 @@ class PolarAttention(Mixer):
         parameters = self.estimator.read()
         q, k, v, m = self._project(x, parameters)  # step 1
 
-        q_turned, k_turned = rotate(q, *context.rotary), rotate(k, *context.rotary)  # step 2
-        v_turned = rotate(v, *context.rotary) if self.rotate_values else v
-        m_seen: Tensor | None = m
+        turns = self.frequencies(context)  # step 2
+        q_turned, k_turned = rotate(q, *turns.queries), rotate(k, *turns.keys)
+        v_turned = rotate(v, *turns.keys) if self.rotate_values else v
+        m_seen = m
         if context.cache is not None:
-            k_turned, v_turned, m_seen = context.cache.append(k_turned, v_turned, m)
+            k_turned, v_turned, stored = context.cache.append(k_turned, v_turned, m)
+            m_seen = m if stored is None else stored
 
         record = context.record
         call = RobustCall(
@@ -162,37 +188,45 @@ class PolarAttention(Mixer):
             v_turned,
             noise=self._directional_noise(parameters),
             kernel=self.kernel,
-            magnitude=m_seen if self.magnitude else None,
+            # Unit magnitudes are carried forward like any other, so the prior over lags stays what it is.
+            magnitude=m_seen if self.magnitude else torch.ones_like(m_seen),
             residual_form=self.residual_form,
             radial_mode="off" if self.radial == "none" else self.radial,
             radial=self._radial_noise(parameters),
+            radial_correlation=self.radial_correlation,
             documents=context.documents,
             dropout=self.shape.dropout if self.training else 0.0,
             return_weights=record is not None,
         )
+        for _ in range(self.irls_steps - 1):
+            call = self._refined(call, parameters)
         output = robust_attention(call, self.backend if record is None else "reference")  # steps 3 to 6
-        v_bar = rotate(output.v_bar, *context.rotary, inverse=True) if self.rotate_values else output.v_bar
+        v_bar = rotate(output.v_bar, *turns.queries, inverse=True) if self.rotate_values else output.v_bar
 
         # Step 7. Grouped value heads stand for each of their query heads (B, T, H, Dh).
-        group = v_bar.shape[1] // v.shape[1]
-        own = (v if group == 1 else v.repeat_interleave(group, dim=1)).transpose(1, 2)
-        wide = torch.promote_types(v.dtype, torch.float32)
-        tangent = project(
-            own.to(wide), v_bar.transpose(1, 2).to(wide), output.log_evidence.transpose(1, 2), self.projection
-        )
-        step = directional = parameters["alpha"] * tangent
+        group, wide = v_bar.shape[1] // v.shape[1], torch.promote_types(v.dtype, torch.float32)
+        own = (v if group == 1 else v.repeat_interleave(group, dim=1)).transpose(1, 2).to(wide)
+        mean, log_evidence = v_bar.transpose(1, 2).to(wide), output.log_evidence.transpose(1, 2)
+        tangent = project(own, mean, log_evidence, self.projection, self.evidence_clamp)
+        options = dict(alpha_over_m=self.alpha_over_m, retraction=self.retract)
+        step = directional = directional_step(own, mean, tangent, m, parameters["alpha"], **options)
         if output.m_bar is not None:
             delta_m = output.m_bar - m
-            step = directional + (parameters["beta"] * delta_m)[..., None, None] * own
+            step = directional + radial_step(own, m, directional, parameters["beta"] * delta_m, retraction=self.retract)
 
         if record is not None:
-            record.update(
-                q=q, k=k, v=v, magnitude=m, v_bar=v_bar, update=directional.transpose(1, 2), params=parameters
-            )
+            record.update(q=q, k=k, v=v, magnitude=m, v_bar=v_bar, update=directional.transpose(1, 2))
+            record.update(params=parameters, **turns.recorded())
             record_estimate(record, output)
             if output.m_bar is not None:
                 record["delta_m"] = delta_m
         return self.out(step.flatten(-2).to(v.dtype))  # step 8
+
+    def _refined(self, call: RobustCall, parameters: dict[str, Tensor]) -> RobustCall:
+        """One iteration of reweighting (Appendix E): what the keys agree on takes the query's place."""
+        consensus = replace(call, v=call.k, radial_mode="off", dropout=0.0, return_weights=False)
+        _, q = on_sphere(robust_attention(consensus, self.backend).v_bar, parameters["radius"] * 0.5**0.5)
+        return replace(call, q=q)
 
     def _project(self, x: Tensor, parameters: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Step 1: q, k, v (B, heads, T, Dh) on their spheres, magnitude m (B, T)."""
@@ -200,13 +234,13 @@ class PolarAttention(Mixer):
         m = None
         if self.norm_position == "post":
             x = parameters["gain"] * x
-        elif self.norm_position == "pre":  # the sphere is the stream's: m = |z|, and v only roughly on its own
+        elif self.norm_position == "pre":  # the sphere is the stream's, and so is the magnitude: m = |z|
             m, x = on_sphere(x, 1.0)
             m = parameters["gain"] * m
         v = self.v(x)
-        if m is None:
-            m, direction = on_sphere(v, 1.0)
-            v = direction if self.norm_values else v
+        length, direction = on_sphere(v, 1.0)
+        m = length if m is None else m
+        v = direction if self.norm_values else v
         v, m = split_heads(v, groups), m.squeeze(-1)
         if self.qk is None:  # the Gaussian kernel weighs by precision alone: q and k have no say
             return v.new_zeros(v.shape[0], heads, *v.shape[2:]), torch.zeros_like(v), v, m
@@ -222,6 +256,8 @@ class PolarAttention(Mixer):
         if self.norm_position != "pre" and self.norm_scope == "per_head":
             _, qk = on_sphere(qk, radius)
         q, k = qk.split([heads, groups], dim=1)
+        if self.q_gain is not None and self.k_gain is not None:
+            q, k = q * self.q_gain.to(q.dtype), k * self.k_gain.to(k.dtype)
         return q, k, v, m
 
     def _directional_noise(self, parameters: dict[str, Tensor]) -> DirectionalNoise:
@@ -232,7 +268,7 @@ class PolarAttention(Mixer):
             eta_k2=parameters["eta_tk"].square(),
             eta_q2=parameters["eta_tq"].square() if "eta_tq" in parameters else zero,
             sigma02=parameters["sigma_t0"].square(),
-            m_inf2=parameters["m_inf"].square().expand_as(mu) if "m_inf" in parameters else zero,
+            m_inf2=parameters["m_inf"].square().expand_as(mu),
             nu=parameters.get("nu_t"),
             tau=parameters.get("tau"),
         )
@@ -258,8 +294,6 @@ class PolarAttention(Mixer):
             self.kernel
         ]
         idle |= {"none": set(RADIAL), "shared": set(RADIAL) - {"beta"}, "own": set()}[self.radial]
-        if not self.magnitude:
-            idle |= {"m_inf"}
         return idle | ({"gain"} if self.norm_position == "both" else set())
 
     def _stream_rms(self) -> float:
@@ -277,3 +311,9 @@ class PolarAttention(Mixer):
         layers = [layer for layer in (self.qk, self.v, self.out) if layer is not None]
         attention = robust_flops(context, self.shape.n_head, self.rotary_dim, radial=self.radial != "none")
         return 2 * sum(layer.weight.numel() for layer in layers) + attention
+
+
+def _at_least(name: str, value: Any, lowest: int) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= lowest:
+        raise UserError(f"block.{name} is {value!r}; it must be a number of at least {lowest}.")
+    return value

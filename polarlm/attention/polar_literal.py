@@ -96,6 +96,7 @@ class PolarLiteralAttention(Mixer):
         if record is not None:
             heads = dict(q=q, k=k, v=v, v_bar=v_bar, update=tangent, weights=directional)
             record.update({name: value.unsqueeze(1) for name, value in heads.items()})
+            record.update(rotary_cos=rotary[0], rotary_sin=rotary[1])
             record.update(magnitude=m, delta_m=delta_m, radial_weights=radial, params=p)
             log_evidence = logits["directional"].logsumexp(-1)
             record.update(log_kappa=logits["kappa"].unsqueeze(1), log_kappa_tilde=logits["kappa_tilde"].unsqueeze(1))

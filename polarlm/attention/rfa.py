@@ -21,6 +21,7 @@ from polarlm.attention.estimator import (
     refuse_noiseless,
 )
 from polarlm.attention.filter import record_estimate, robust_flops
+from polarlm.attention.frequencies import Frequencies
 from polarlm.attention.kernels import KERNELS, DirectionalNoise, RobustCall, robust_attention
 from polarlm.attention.lean import on_sphere, rotate
 from polarlm.attention.mixer import (
@@ -62,6 +63,7 @@ class RobustFilterAttention(Mixer):
         sigma_process: Value | None = None,
         mu: Value = 0.01,
         mu_spread: bool = True,
+        frequencies: str = "shared",
         frozen: Sequence[str] = (),
         backend: str = "auto",
     ) -> None:
@@ -69,6 +71,7 @@ class RobustFilterAttention(Mixer):
         self.kernel = choice("kernel", kernel, KERNELS)
         self.qk_norm, self.rotate_values = qk_norm, rotate_values
         self.decay_keys, self.decay_values, self.backend = decay_keys, decay_values, backend
+        self.frequencies = Frequencies(frequencies, shape, shape.head_dim)
         self.heads = (shape.n_head, shape.n_kv_head, shape.n_kv_head)  # of q, k, v
         self.qkv = linear(shape.d_model, sum(self.heads) * shape.head_dim)
         self.out = linear(shape.n_head * shape.head_dim, shape.d_model, residual_std(shape.n_layer))
@@ -96,8 +99,9 @@ class RobustFilterAttention(Mixer):
         if self.qk_norm:  # |q|^2 = |k|^2 = d_h complex modes: half a unit per real channel
             _, q = on_sphere(q, 0.5**0.5)
             _, k = on_sphere(k, 0.5**0.5)
-        q_turned, k_turned = rotate(q, *context.rotary), rotate(k, *context.rotary)
-        v_turned = rotate(v, *context.rotary) if self.rotate_values else v
+        turns = self.frequencies(context)
+        q_turned, k_turned = rotate(q, *turns.queries), rotate(k, *turns.keys)
+        v_turned = rotate(v, *turns.keys) if self.rotate_values else v
         if context.cache is not None:
             k_turned, v_turned, _ = context.cache.append(k_turned, v_turned)
 
@@ -115,9 +119,9 @@ class RobustFilterAttention(Mixer):
             return_weights=record is not None,
         )
         output = robust_attention(call, self.backend if record is None else "reference")
-        v_bar = rotate(output.v_bar, *context.rotary, inverse=True) if self.rotate_values else output.v_bar
+        v_bar = rotate(output.v_bar, *turns.queries, inverse=True) if self.rotate_values else output.v_bar
         if record is not None:
-            record.update(q=q, k=k, v=v, v_bar=v_bar, update=v_bar, params=parameters)
+            record.update(q=q, k=k, v=v, v_bar=v_bar, update=v_bar, params=parameters, **turns.recorded())
             record_estimate(record, output)
         return self.out(merge_heads(v_bar))
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from polarlm.attention.frequencies import Frequencies
 from polarlm.attention.lean import rotate
 from polarlm.attention.mixer import (
     Mixer,
@@ -23,8 +24,15 @@ from polarlm.geometry.robust import causal_mask
 class StandardAttention(Mixer):
     """Causal multi-head attention of a pre-norm GPT; `rotate_values` transports values like keys (RoVE)."""
 
-    def __init__(self, shape: MixerShape, qk_norm: bool = False, rotate_values: bool = False) -> None:
+    def __init__(
+        self,
+        shape: MixerShape,
+        qk_norm: bool = False,
+        rotate_values: bool = False,
+        frequencies: str = "shared",
+    ) -> None:
         super().__init__(shape)
+        self.frequencies = Frequencies(frequencies, shape, shape.head_dim)
         self.rotate_values = rotate_values
         self.heads = (shape.n_head, shape.n_kv_head, shape.n_kv_head)  # of q, k, v
         self.qkv = linear(shape.d_model, sum(self.heads) * shape.head_dim)
@@ -41,18 +49,19 @@ class StandardAttention(Mixer):
             wide = torch.promote_types(v.dtype, torch.float32)  # norms are fp32 or better
             q, k = self.q_norm(q.to(wide)).to(v.dtype), self.k_norm(k.to(wide)).to(v.dtype)
         own = v  # the query tokens' own values, in their own frame
-        q_turned, k_turned = rotate(q, *context.rotary), rotate(k, *context.rotary)
-        v_turned = rotate(v, *context.rotary) if self.rotate_values else v
+        turns = self.frequencies(context)
+        q_turned, k_turned = rotate(q, *turns.queries), rotate(k, *turns.keys)
+        v_turned = rotate(v, *turns.keys) if self.rotate_values else v
         if context.cache is not None:
             k_turned, v_turned, _ = context.cache.append(k_turned, v_turned)
 
         v_bar = self._attend(q_turned, k_turned, v_turned, context.documents)
         if self.rotate_values:
-            v_bar = rotate(v_bar, *context.rotary, inverse=True)
+            v_bar = rotate(v_bar, *turns.queries, inverse=True)
         update = self.combine(v_bar, own)
         if context.record is not None:
             weights, log_evidence = attention_weights(q_turned, k_turned, context.documents)
-            context.record.update(q=q, k=k, v=own, v_bar=v_bar, update=update)
+            context.record.update(q=q, k=k, v=own, v_bar=v_bar, update=update, **turns.recorded())
             context.record.update(weights=weights, log_evidence=log_evidence)
         return self.out(merge_heads(update))
 

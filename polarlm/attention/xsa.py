@@ -20,9 +20,10 @@ class ExclusiveAttention(StandardAttention):
         shape: MixerShape,
         qk_norm: bool = False,
         rotate_values: bool = False,
+        frequencies: str = "shared",
         layers: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(shape, qk_norm=qk_norm, rotate_values=rotate_values)
+        super().__init__(shape, qk_norm, rotate_values, frequencies)
         outside = [layer for layer in layers or () if not 0 <= layer < shape.n_layer]
         if outside:
             raise UserError(f"block.layers names layer {outside[0]}, but the layers are 0 to {shape.n_layer - 1}.")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from polarlm.attention.mixer import Record, merge_heads
-from polarlm.geometry import rotary_tables, rotate
+from polarlm.geometry import rotate
 from polarlm.geometry.robust import causal_mask
 
 TINY = 1e-12
@@ -59,12 +59,11 @@ class Layer:
         return self.values if self.rotary is None else rotate(self.values, *self.rotary)
 
 
-def read_layer(record: Record, *, rotates_values: bool, rope_base: float, documents: Tensor | None) -> Layer:
+def read_layer(record: Record, *, rotates_values: bool, documents: Tensor | None) -> Layer:
     """Bring a block's record to common shapes: grouped heads repeated, fp32, names of the paper."""
     estimate, values = wide(record["v_bar"]), wide(record["v"])
     values = values.repeat_interleave(estimate.shape[1] // values.shape[1], dim=1)
     tokens = estimate.shape[2]
-    positions = torch.arange(tokens, device=values.device)  # inside a document only differences matter
     mask = causal_mask(tokens, documents=documents, device=values.device)
     magnitude = record["magnitude"] if "magnitude" in record else root_mean_square(merge_heads(values))
     return Layer(
@@ -78,7 +77,7 @@ def read_layer(record: Record, *, rotates_values: bool, rope_base: float, docume
         weights=wide(record["weights"]),
         log_evidence=wide(record["log_evidence"]),
         visible=mask[None] if mask.dim() == 2 else mask,
-        rotary=rotary_tables(positions, values.shape[-1], rope_base, dtype=values.dtype) if rotates_values else None,
+        rotary=(wide(record["rotary_cos"]), wide(record["rotary_sin"])) if rotates_values else None,
         parameters={ALIASES.get(name, name): wide(value) for name, value in record.get("params", {}).items()},
         record=record,
     )

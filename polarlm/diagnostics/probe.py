@@ -87,7 +87,7 @@ class _Reader(list):
     def __init__(self, model: GPT, documents: Tensor | None) -> None:
         super().__init__()
         self.mixers = [block.mixer for block in model.blocks]
-        self.rope_base, self.documents = model.config.rope_base, documents
+        self.documents = documents
         self.values: list[dict[str, Tensor]] = []
         self.streams: list[dict[str, Tensor]] = []
         self.profiles: list[dict[str, Tensor]] = []
@@ -100,7 +100,7 @@ class _Reader(list):
 
     def _measure(self, record: Record) -> None:
         rotates = bool(getattr(self.mixers[len(self.values)], "rotate_values", False))
-        layer = read_layer(record, rotates_values=rotates, rope_base=self.rope_base, documents=self.documents)
+        layer = read_layer(record, rotates_values=rotates, documents=self.documents)
         self.lags = self.lags or probe_lags(layer.weights.shape[-1])
         self.values.append(_layer_values(layer))
         self.profiles.append(_layer_profiles(layer, self.lags))

@@ -15,8 +15,17 @@ Projection = Literal["none", "per_head", "global", "evidence"]
 PROJECTIONS: tuple[str, ...] = ("none", "per_head", "global", "evidence")
 
 
-def project(v: Tensor, v_bar: Tensor, log_evidence: Tensor | None = None, mode: Projection = "evidence") -> Tensor:
-    """The directional update of every head: v, v_bar (..., H, Dh), log_evidence (..., H), result (..., H, Dh)."""
+def project(
+    v: Tensor,
+    v_bar: Tensor,
+    log_evidence: Tensor | None = None,
+    mode: Projection = "evidence",
+    clamp: float | None = None,
+) -> Tensor:
+    """The directional update of every head: v, v_bar (..., H, Dh), log_evidence (..., H), result (..., H, Dh).
+
+    `clamp` bounds the spread of the log evidence over the heads, see `project_evidence`.
+    """
     if mode == "none":
         return v_bar
     if mode == "per_head":
@@ -26,7 +35,7 @@ def project(v: Tensor, v_bar: Tensor, log_evidence: Tensor | None = None, mode: 
     if mode == "evidence":
         if log_evidence is None:
             raise ValueError("projection mode 'evidence' needs log_evidence (..., H); got None")
-        return project_evidence(v, v_bar, log_evidence)
+        return project_evidence(v, v_bar, log_evidence, clamp)
     raise ValueError(f"unknown projection mode {mode!r}; choose one of {', '.join(PROJECTIONS)}")
 
 
@@ -42,12 +51,17 @@ def project_global(v: Tensor, v_bar: Tensor) -> Tensor:
     return torch.addcmul(v_bar, v, along / _floor(squared_radius), value=-1)
 
 
-def project_evidence(v: Tensor, v_bar: Tensor, log_evidence: Tensor) -> Tensor:
+def project_evidence(v: Tensor, v_bar: Tensor, log_evidence: Tensor, clamp: float | None = None) -> Tensor:
     """Proposition 5: the evidence-weighted coupled tangent update.
 
     Minimises sum_h P_h ||Delta_h - delta_h||^2 subject to sum_h <v_h, Delta_h> = 0, with delta = v_bar - v:
     Delta_h = delta_h - <v, delta> (1/P_h) / (sum_h' r_h'^2 / P_h') v_h. Heads with little evidence pay for tangency.
+
+    A small head (r_h << r) without evidence would pay all of it with a step of <v, delta>/r_h. `clamp` (nats) lets no
+    head's log evidence fall further than that below the largest; then no step exceeds e^(clamp/2) <v, delta>/2r.
     """
+    if clamp is not None:
+        log_evidence = torch.maximum(log_evidence, log_evidence.amax(-1, keepdim=True) - clamp)
     squared_radius = _dot(v, v)
     # delta, not v_bar: the two differ as soon as heads differ in evidence (test H5).
     along = (_dot(v, v_bar) - squared_radius).sum(-2, keepdim=True)

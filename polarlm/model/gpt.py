@@ -58,6 +58,7 @@ class GPT(nn.Module):
             n_layer=c.n_layer,
             dropout=c.dropout,
             norm_eps=c.norm_eps,
+            rope_base=c.rope_base,
             stream_std=stream_std,
         )
         feed_forward = build_feed_forward(c.ffn, c.d_model, c.ffn_mult, c.n_layer)
@@ -90,7 +91,8 @@ class GPT(nn.Module):
             raise ValueError("documents and cache exclude each other: a cache holds one running text per row")
         if documents is not None and documents.shape != tokens.shape:
             raise ValueError(f"documents {tuple(documents.shape)} must have the shape of tokens {tuple(tokens.shape)}")
-        rotary = self._rotary(tokens, documents, cache)
+        positions = self._positions(tokens, documents, cache)
+        rotary = self._rotary(positions)
         x = self.dropout(self.embedding(tokens))
         for layer, block in enumerate(self._blocks()):
             context = TokenContext(
@@ -98,6 +100,7 @@ class GPT(nn.Module):
                 documents,
                 cache.layers[layer] if cache is not None else None,
                 {} if record is not None else None,
+                positions,
             )
             if self.config.checkpointing and self.training and record is None:
                 x = checkpoint(block, x, context, use_reentrant=False)
@@ -107,11 +110,13 @@ class GPT(nn.Module):
                 record.append(context.record)
         return self.norm(x)
 
-    def _rotary(self, tokens: Tensor, documents: Tensor | None, cache: Cache | None) -> Rotary:
-        start = cache.length if cache is not None else 0
-        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+    def _positions(self, tokens: Tensor, documents: Tensor | None, cache: Cache | None) -> Tensor:
         if documents is not None:
-            positions = document_positions(documents)
+            return document_positions(documents)
+        start = cache.length if cache is not None else 0
+        return torch.arange(start, start + tokens.shape[1], device=tokens.device)
+
+    def _rotary(self, positions: Tensor) -> Rotary:
         # Tables are in the weights' precision, but never below fp32 (float64 only in gradient checks).
         dtype = torch.promote_types(self.embedding.weight.dtype, torch.float32)
         return rotary_tables(positions, self._blocks()[0].mixer.rotary_dim, self.config.rope_base, dtype=dtype)

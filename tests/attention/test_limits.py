@@ -101,7 +101,7 @@ def test_polar_with_dot_form_and_raw_queries_is_standard_attention(backend, grou
 def raw_dot(tau: float = 0.7, **switches) -> PolarAttention:
     """Constant precision, raw q and k, residual -2 q.k, and K2's temperature tau = 2 kappa_tilde sqrt(Dh)/d_h."""
     share = (4 / (tau * SIZE**0.5) / 3) ** 0.5  # three equal noises make up 1/kappa_tilde
-    switches = {"norm_position": "pre", "residual_form": "dot", "tau": tau} | switches
+    switches = {"norm_position": "pre", "residual_form": "dot", "tau": tau, "m_inf": 0.0} | switches
     return constant_precision(eta_tk=share, eta_tq=share, sigma_t0=share, **switches)
 
 
@@ -159,6 +159,7 @@ def test_rfa_without_decay_has_polars_directional_weights(kernel):  # K12
         eta_tq=0.5,
         eta_tk=0.4,
         sigma_t0=0.3,
+        m_inf=0.0,
         radial="none",
         magnitude="unit",
         **polar_noise,

@@ -10,6 +10,7 @@ from polarlm.attention import (
     PolarAttention,
     PolarLiteralAttention,
     RobustFilterAttention,
+    StandardAttention,
     TokenContext,
 )
 from polarlm.errors import UserError
@@ -108,11 +109,70 @@ def test_lift_doubles_the_latent_space():
     assert record["v"].shape == (2, 4, LENGTH, 16)
 
 
-def test_equal_magnitudes_and_directions_ask_for_no_radial_change():  # R1 as a block
-    x = torch.randn(1, 1, WIDTH).expand(2, LENGTH, WIDTH)
-    for radial in ("own", "shared"):
-        _, record = run(PolarAttention(SHAPE, radial=radial, rotate_values=False), x)
-        assert record["delta_m"].abs().max() < 1e-5
+@pytest.mark.parametrize("norm_position", ["post", "pre", "both"])
+@pytest.mark.parametrize("radial", ["own", "shared"])
+@pytest.mark.parametrize("correlation", ["vv", "one"])
+def test_equal_magnitudes_and_directions_ask_for_no_radial_change(norm_position, radial, correlation):  # R1 as a block
+    x = 3 * torch.randn(1, 1, WIDTH).expand(2, LENGTH, WIDTH)
+    switches = {"radial": radial, "radial_correlation": correlation, "norm_position": norm_position}
+    _, record = run(PolarAttention(SHAPE, rotate_values=False, **switches), x)
+    assert record["delta_m"].abs().max() < 1e-5 * record["magnitude"].max()
+
+
+@pytest.mark.parametrize("norm_position", ["post", "pre", "both"])
+@pytest.mark.parametrize("norm_values", [True, False])
+def test_values_lie_on_the_sphere_exactly_when_asked(norm_position, norm_values):
+    mixer = PolarAttention(SHAPE, radial="none", norm_position=norm_position, norm_values=norm_values)
+    _, record = run(mixer)
+    radius = record["v"].transpose(1, 2).flatten(-2).norm(dim=-1)
+    assert torch.allclose(radius, torch.full_like(radius, WIDTH**0.5), rtol=1e-5) == norm_values
+
+
+def test_unit_magnitude_keeps_the_prior_over_lags():
+    """m = 1 for every token is transported like any other magnitude; near tokens still count more."""
+    mixer = PolarAttention(SHAPE, magnitude="unit", radial="none", mu=0.1)
+    x = torch.randn(1, 128, WIDTH)
+    _, record = run(mixer, x)
+    fastest = record["log_kappa"][0, -1, -1].flip(0)  # by lag, of the head with the largest decay
+    assert (fastest.diff() <= 1e-6).all() and fastest[0] - fastest[-1] > 1
+    p = {name: value.double() for name, value in record["params"].items()}
+    e2 = torch.exp(-2 * p["mu"][-1] * torch.arange(128).double())
+    expected = (e2 + p["m_inf"] ** 2) / (p["eta_tk"][-1] ** 2 * e2 + p["sigma_t0"][-1] ** 2)
+    torch.testing.assert_close(fastest.double(), expected.log(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("retract", ["norm", "exp", "geodesic"])
+def test_a_retraction_keeps_the_length_of_the_state(retract):  # E10: the plain step grows it to second order
+    x = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
+    grown = {}
+    for kind in ("none", retract):
+        torch.manual_seed(4)
+        mixer = PolarAttention(SHAPE, projection="global", radial="none", retract=kind, alpha=0.5).double()
+        _, record = run(mixer, x)
+        state = record["magnitude"][..., None] * record["v"].transpose(1, 2).flatten(-2)
+        moved = state + record["update"].transpose(1, 2).flatten(-2)
+        grown[kind] = (moved.norm(dim=-1) / state.norm(dim=-1) - 1).abs().max()
+    assert grown[retract] < 1e-12 and grown["none"] > 1e-3
+
+
+def test_the_step_is_alpha_or_alpha_times_m():
+    x, updates = torch.randn(2, LENGTH, WIDTH), []
+    for over in (True, False):
+        torch.manual_seed(4)
+        _, record = run(PolarAttention(SHAPE, alpha_over_m=over), x)
+        updates.append(record["update"])
+    torch.testing.assert_close(updates[1], record["magnitude"][:, None, :, None] * updates[0])
+
+
+def test_learned_and_split_frequencies():
+    grouped = MixerShape(d_model=WIDTH, n_head=4, n_kv_head=2, head_dim=8, layer=0, n_layer=2)
+    for mixer_class in (PolarAttention, StandardAttention, RobustFilterAttention):
+        learned = mixer_class(grouped, frequencies="learned").frequencies
+        assert learned.optim_group == "estimator" and isinstance(learned.log_frequency, torch.nn.Parameter)
+        torch.testing.assert_close(learned.log_frequency.exp()[1], 10000.0 ** (-torch.arange(4) / 4))
+        bank = mixer_class(grouped, frequencies="per_head").frequencies.log_frequency.exp()
+        assert bank.shape == (2, 4) and bank[0].max() < bank[1].min()  # slow heads, then fast ones
+        torch.testing.assert_close(bank.flatten().sort(descending=True).values, 10000.0 ** (-torch.arange(8) / 8))
 
 
 def test_beta_zero_switches_the_radial_step_off():
@@ -177,6 +237,16 @@ def test_literal_magnitude_and_projection_are_as_printed():  # E2, E4, E6
         ({"radial": "own", "magnitude": "unit"}, ["block.radial", "block.magnitude"]),
         ({"residual_form": "dot"}, ["block.residual_form=dot", "block.kernel=student", "block.kernel=exponential"]),
         ({"residual_form": "angle"}, ["block.residual_form", "angle", "full"]),
+        ({"radial_correlation": "kk"}, ["block.radial_correlation", "kk", "vv, qk, one"]),
+        ({"frequencies": "own"}, ["block.frequencies", "own", "shared, per_head, learned"]),
+        ({"norm_gain": "head"}, ["block.norm_gain", "head", "channel"]),
+        ({"retract": "sphere"}, ["block.retract", "sphere", "norm, exp"]),
+        ({"retract": "exp", "projection": "none"}, ["block.retract=exp", "block.projection=none"]),
+        ({"retract": "geodesic"}, ["block.retract=geodesic", "block.projection=global"]),
+        ({"retract": "norm", "radial": "none", "norm_values": False}, ["block.retract=norm", "block.norm_values=true"]),
+        ({"irls_steps": 0}, ["block.irls_steps", "0", "at least 1"]),
+        ({"irls_steps": 2, "kernel": "gaussian"}, ["block.irls_steps=2", "block.kernel=gaussian"]),
+        ({"evidence_clamp": -1.0}, ["block.evidence_clamp", "-1.0", "at least 0"]),
     ],
 )
 def test_bad_switches_say_what_is_allowed(switches, words):
@@ -208,6 +278,11 @@ def test_extreme_parameters_stay_finite(extreme):  # M3
         {"radial": "shared", "rotate_values": False},
         {"radial": "none", "norm_values": False, "projection": "none"},
         {"radial": "none", "magnitude": "unit"},
+        {"radial_correlation": "qk", "frequencies": "learned"},
+        {"radial": "shared", "radial_correlation": "one", "frequencies": "per_head"},
+        {"retract": "exp", "alpha_over_m": False},
+        {"retract": "geodesic", "projection": "global", "norm_gain": "channel"},
+        {"irls_steps": 3},
     ],
     ids=lambda switches: "-".join(f"{key}={value}" for key, value in switches.items()),
 )

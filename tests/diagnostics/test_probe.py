@@ -66,7 +66,7 @@ def test_values_are_compared_in_the_frame_the_block_averages_them_in(block):
     records = []
     model(tokens_of(), record=records)
     rotates = model.blocks[0].mixer.rotate_values
-    layer = read_layer(records[0], rotates_values=rotates, rope_base=model.config.rope_base, documents=None)
+    layer = read_layer(records[0], rotates_values=rotates, documents=None)
     average = layer.weights @ layer.transported()
     if rotates:
         average = rotate(average, *layer.rotary, inverse=True)

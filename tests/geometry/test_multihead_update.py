@@ -1,5 +1,7 @@
 """Projections over heads: Prop. 5 (H1, H4, H5), its special cases (H2, H3), the first token (G12), extremes."""
 
+import math
+
 import pytest
 import torch
 from geometry_draws import for_all_seeds, normal, unit
@@ -105,6 +107,21 @@ def test_the_head_with_least_evidence_pays_most():
     assert (shares.diff() < 0).all()
     torch.testing.assert_close(shares.sum(), torch.tensor(1.0, dtype=torch.float64))
     torch.testing.assert_close(shares[0] / shares[1], torch.tensor(1.0, dtype=torch.float64).exp())
+
+
+def test_clamped_evidence_bounds_the_step_of_a_small_head():
+    """E16: a head with little of the vector and e^-50 of the evidence would pay for all of it."""
+    v, v_bar, _ = draw(2)
+    v[:, 1] *= 1e-4
+    log_evidence = torch.tensor([0.0, -50.0, 0.0, 0.0], dtype=torch.float64)
+    wild, tame = (project(v, v_bar, log_evidence, "evidence", clamp) for clamp in (None, 8.0))
+    along = (v * (v_bar - v)).sum((-1, -2)).abs()
+    rest = v[:, [0, 2, 3]].square().sum((-1, -2)).sqrt()
+    assert ((wild - v_bar + v)[:, 1].norm(dim=-1) > 1e3 * along / rest).all()
+    assert ((tame - v_bar + v)[:, 1].norm(dim=-1) <= math.exp(4) / 2 * along / rest).all()
+    assert (v * tame).sum((-1, -2)).abs().max() < 1e-10  # still tangent
+    within = torch.tensor([0.0, -7.9, -3.0, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(project(v, v_bar, within, "evidence", 8.0), project(v, v_bar, within, "evidence"))
 
 
 @pytest.mark.parametrize("mode", ["per_head", "global", "evidence"])

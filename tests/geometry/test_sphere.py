@@ -143,3 +143,14 @@ def test_maps_pass_gradcheck():
     assert torch.autograd.gradcheck(sphere.log_map, (u, x))
     assert torch.autograd.gradcheck(lambda a, b: sphere.exp_map(a, sphere.tangential_part(a, b)), (u, x))
     assert torch.autograd.gradcheck(lambda a, b: sphere.slerp(a, b, 0.3), (u, x))
+
+
+@for_all_seeds
+def test_geodesic_step_at_any_radius(seed):
+    """The angle walked is alpha times concentration times the angle to the mean, whatever the unit of length."""
+    radius = 0.3 + seed % 7
+    u, mean = unit(seed, 5, 6), 0.6 * unit(seed + 1, 5, 6)
+    moved = sphere.geodesic_step(radius * u, radius * mean, 0.5)
+    torch.testing.assert_close(moved.norm(dim=-1), torch.full((5,), radius, dtype=torch.float64))
+    torch.testing.assert_close(sphere.angle_between(u, moved), 0.5 * 0.6 * sphere.angle_between(u, mean))
+    torch.testing.assert_close(moved, radius * sphere.geodesic_step(u, mean, 0.5))

@@ -15,7 +15,7 @@ import torch
 
 from polarlm.errors import UserError
 
-from .call import KERNELS, AttentionOutput, RobustCall, Weights, check_residual_form
+from .call import KERNELS, RADIAL_CORRELATIONS, AttentionOutput, RobustCall, Weights, check_residual_form
 from .native_backend import native_attention, native_obstacle
 from .noise import DirectionalNoise, RadialNoise
 from .reference import reference_attention
@@ -25,6 +25,7 @@ from .triton_backend import triton_attention, triton_obstacle
 __all__ = [
     "BACKENDS",
     "KERNELS",
+    "RADIAL_CORRELATIONS",
     "AttentionOutput",
     "DirectionalNoise",
     "RadialNoise",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from polarlm.errors import UserError
@@ -17,6 +18,7 @@ from .noise import DirectionalNoise, RadialNoise
 
 KERNELS = ("student", "exponential", "gaussian")
 RADIAL_MODES = ("off", "own", "shared")
+RADIAL_CORRELATIONS = ("vv", "qk", "one")
 RESIDUAL_FORMS = ("full", "dot")
 
 
@@ -39,6 +41,8 @@ class RobustCall:
     decay_values: bool = False  # Σ A E v instead of Σ A v
     radial_mode: str = "off"  # own: weights of the radial likelihood; shared: the directional ones, averaged over heads
     radial: RadialNoise | None = None
+    # c_ij of the radial channel: vv is ⟨v_i,v_j⟩/D; qk is Σ_h⟨q_h,k_h⟩/‖q‖‖k‖, the paper's; one is 1, its small angles
+    radial_correlation: str = "vv"
     documents: Tensor | None = None  # (B,S)
     dropout: float = 0.0
     return_weights: bool = False
@@ -53,14 +57,24 @@ class RobustCall:
         """d_h, the complex modes of a head: the scale of the residual."""
         return self.q.shape[3] / 2
 
-    @property
-    def from_queries(self) -> bool:
-        """Whether the radial cosine comes from queries and keys instead of values."""
-        return getattr(self, "radial_correlation", "vv") == "qk"
+    def cosine(self) -> Tensor:
+        """c_ij of the radial channel, (B,T,S) or (1,1,1): all heads together."""
+        if self.radial_correlation == "one":
+            return self.v.new_ones(1, 1, 1, dtype=self.score_dtype)
+        if self.radial_correlation == "vv":
+            v = self.v.to(self.score_dtype).transpose(1, 2).flatten(2)
+            return v[:, -self.q.shape[2] :] @ v.mT / v.shape[-1]  # ‖v‖ = √D
+        k = self.k.repeat_interleave(self.q.shape[1] // self.k.shape[1], dim=1)
+        q, k = (F.normalize(x.to(self.score_dtype).transpose(1, 2).flatten(2), dim=-1) for x in (self.q, k))
+        return q @ k.mT
 
     def check(self) -> None:
         """Refuse what no backend can compute."""
-        for key, value, allowed in (("kernel", self.kernel, KERNELS), ("radial", self.radial_mode, RADIAL_MODES)):
+        for key, value, allowed in (
+            ("kernel", self.kernel, KERNELS),
+            ("radial", self.radial_mode, RADIAL_MODES),
+            ("radial_correlation", self.radial_correlation, RADIAL_CORRELATIONS),
+        ):
             if value not in allowed:
                 raise UserError(f"block.{key} is {value!r}; it must be one of {', '.join(allowed)}.")
         check_residual_form(self.residual_form, self.kernel)
@@ -70,6 +84,11 @@ class RobustCall:
             raise UserError("block.kernel=exponential needs tau; set block.tau or choose another kernel.")
         if self.radial_mode != "off" and (self.radial is None or self.magnitude is None):
             raise ValueError(f"radial_mode={self.radial_mode!r} needs both the radial noise and the magnitude.")
+        if self.radial_mode != "off" and self.radial_correlation == "qk" and self.kernel == "gaussian":
+            raise UserError(
+                "block.radial_correlation=qk correlates queries and keys, and block.kernel=gaussian has none; "
+                "set block.radial_correlation=vv or one."
+            )
         q, k, v = self.q, self.k, self.v
         if q.shape[1] % k.shape[1] or k.shape != v.shape or q.shape[2] > k.shape[2] or q.shape[3] != k.shape[3]:
             raise ValueError(

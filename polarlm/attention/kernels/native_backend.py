@@ -61,6 +61,8 @@ def native_obstacle(call: RobustCall) -> str | None:
         return f"it runs on the CPU and these tensors are on {call.q.device.type}"
     if call.return_weights:
         return "it never holds the weights that were asked for"
+    if call.radial_mode != "off" and call.radial_correlation == "one":
+        return "it knows block.radial_correlation=vv and qk"
     return unbuilt(call.score_dtype)
 
 
@@ -88,7 +90,7 @@ def native_attention(call: RobustCall) -> AttentionOutput:
     out, log_evidence, _, _, m_bar, *_ = native_forward(
         q, k, v, m, call.noise.rows(call.kernel, torch.float64), radial, call.documents, seed,
         call.kernel, call.residual_form == "dot", call.decay_keys and call.kernel != "gaussian", call.decay_values,
-        call.radial_mode, call.from_queries, size / 2, call.dropout,
+        call.radial_mode, call.radial_correlation == "qk", size / 2, call.dropout,
     )  # fmt: skip
     v_bar = out[..., :size] if padding else out
     return AttentionOutput(v_bar.to(call.v.dtype), log_evidence, m_bar if radial is not None else None)

@@ -90,10 +90,8 @@ def _radial(call: RobustCall, v: Tensor, weights: Tensor | None, lag: Tensor, al
     noise, magnitude = call.radial, call.magnitude
     assert noise is not None and magnitude is not None, "RobustCall.check sees to it"
     m, T = magnitude.to(v.dtype), lag.shape[0]
-    whole = v.transpose(1, 2).flatten(2)  # (B,S,D): the radial channel sees all heads at once
-    cosine = whole[:, -T:] @ whole.transpose(1, 2) / whole.shape[-1]  # ‖v‖ = √D, so ⟨v_i,v_j⟩/D is c_ij
     mu, nu = noise.mu.to(v.dtype), noise.nu.to(v.dtype)
-    predicted = cosine * torch.exp(-mu * lag) * m[:, None, :]  # c_ij m̂_ij
+    predicted = call.cosine() * torch.exp(-mu * lag) * m[:, None, :]  # c_ij m̂_ij
     if call.radial_mode == "own":
         shared = dict(mu=mu, eta_k2=noise.eta_k2.to(v.dtype), sigma02=noise.sigma02.to(v.dtype))
         d2 = (

@@ -4,7 +4,8 @@ import pytest
 import torch
 from cases import assert_same, make_case, run
 
-from polarlm.attention.kernels import KERNELS, streaming
+from polarlm.attention.kernels import BACKENDS, KERNELS, streaming
+from polarlm.errors import UserError
 
 
 @pytest.fixture
@@ -19,6 +20,20 @@ def small_chunks(monkeypatch):
 def test_every_switch_in_float64(kernel, magnitude, decay_keys, decay_values):
     case = make_case(magnitude=magnitude, process=decay_keys)
     assert_same(case, "streaming", 1e-9, kernel=kernel, decay_keys=decay_keys, decay_values=decay_values)
+
+
+@pytest.mark.parametrize("correlation", ["vv", "qk", "one"])
+@pytest.mark.parametrize("radial_mode", ["own", "shared"])
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("reference", "triton")])
+@pytest.mark.parametrize("groups", [4, 2])
+def test_every_backend_follows_the_radial_correlation_or_refuses(backend, radial_mode, correlation, groups):
+    case = make_case(queries=9, groups=groups)
+    options = dict(kernel="student", radial_mode=radial_mode, radial_correlation=correlation)
+    if BACKENDS[backend].obstacle(case.call(**options)):
+        with pytest.raises(UserError):
+            run(case, backend, **options)
+    else:
+        assert_same(case, backend, 1e-9, **options)
 
 
 @pytest.mark.parametrize("radial_mode", ["own", "shared"])
