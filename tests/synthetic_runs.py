@@ -36,6 +36,7 @@ def write_run(
     name: str | None = None,
     changes: dict | None = None,
     diverged: bool = False,
+    evaluations: bool = False,
 ) -> Path:
     """Write one run folder; `status=None` leaves the summary out as a kill would."""
     rng = np.random.default_rng([seed, sum(block.encode()), steps])
@@ -64,6 +65,8 @@ def write_run(
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if status is not None:
         _write_summary(folder, config, rows, status, flops_per_token, facts)
+    if evaluations:
+        _write_evaluations(folder, facts, rng)
     if diagnostics:
         (folder / "diagnostics").mkdir(exist_ok=True)
         probes = [
@@ -116,13 +119,31 @@ def _write_summary(folder, config, rows, status, flops_per_token, facts):
         "tokens_per_second": last["tokens_per_second"],
         "parameters": PARAMETERS + facts["extra_parameters"],
         "flops_per_token": flops_per_token,
-        "baselines": {"bigram": {"loss": 5.1, "perplexity": 164.0, "bits_per_byte": 2.37}},
+        "baselines": {
+            "unigram": {"loss": 6.7, "perplexity": 812.4, "bits_per_byte": 3.12},
+            "bigram": {"loss": 5.1, "perplexity": 164.0, "bits_per_byte": 2.37},
+        },
+        "sample": f"Once upon a time the {config['choices']['block']} block wrote a line,\nand then another one.",
     }
     if status == "finished":
         for key in ("loss", "perplexity", "bits_per_byte"):
             value = last.get(f"val/{key}")
             summary |= {f"val/{key}": value, f"test/{key}": None if value is None else value * 1.004}
     (folder / "summary.json").write_text(json.dumps(summary))
+
+
+def _write_evaluations(folder, facts, rng):
+    """Two records as eval.py leaves them: loss at longer contexts, and calibration."""
+    (folder / "evaluations").mkdir(exist_ok=True)
+    lengths = [128, 256, 512, 1024]
+    loss = [facts["final"] * (1 + 0.02 * k * facts["growth"] / 3) + 0.003 * rng.normal() for k in range(4)]
+    records = {
+        "length": {"x": lengths, "y": loss, "x_label": "context (tokens)", "y_label": "bits per byte", "x_log": True},
+        "calibration": {"x": [0.1, 0.5, 0.9], "y": [0.12, 0.47, 0.86], "x_label": "claimed", "y_label": "observed"},
+    }
+    for kind, curve in records.items():
+        record = {"kind": kind, "protocol": {"data": "pydocs", "split": "test"}, "curves": {kind: curve}}
+        (folder / "evaluations" / f"{kind}.json").write_text(json.dumps(record))
 
 
 def _probe(block, facts, progress, step, layers, heads, context, rng):

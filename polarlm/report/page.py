@@ -12,16 +12,26 @@ from string import Template
 from typing import Any
 
 import polarlm
+from polarlm.report.captions import block_caption, shared_caption
 from polarlm.report.payload import link_to
+from polarlm.report.sections import progress, samples
 from polarlm.report.tables import Table, difference_table, final_table, show_count
 from polarlm.runs.files import write_text
 from polarlm.verdict.groups import ABSENT, Group
 from polarlm.verdict.headline import headline
-from polarlm.verdict.judgement import Judgement
+from polarlm.verdict.judgement import UNEQUAL, Judged, Judgement
 from polarlm.verdict.notes import reference_losses
 
 LONG, FEW = 15, 3  # rows
-SCRIPTS = ("state.js", "figures.js", "curves.js", "geometry.js", "start.js")  # in this order
+SCRIPTS = (
+    "state.js",
+    "figures.js",
+    "verdicts.js",
+    "curves.js",
+    "records.js",
+    "geometry.js",
+    "start.js",
+)  # in this order
 
 
 def write_page(groups: Sequence[Group], judgement: Judgement, payload: dict[str, Any], out: Path) -> Path:
@@ -33,23 +43,22 @@ def write_page(groups: Sequence[Group], judgement: Judgement, payload: dict[str,
 def render_page(groups: Sequence[Group], judgement: Judgement, payload: dict[str, Any], out: Path | None = None) -> str:
     """The page's text. Whatever comes from a run folder is escaped or travels as compressed JSON."""
     finding = headline(judgement)
-    verdicts = [f"<li>{escape(row.sentence)}</li>" for row in judgement.rows if row.outcome != "baseline"]
+    verdicts = [_verdict(row) for row in judgement.rows if row.outcome != "baseline"]
     return Template(_asset("page.html")).substitute(
         title=escape(f"polarlm: {finding}"),
         css=_asset("page.css"),
         headline=escape(finding),
         meta=escape(_meta(groups, payload)),
+        shared=escape(" ".join(words for words in (shared_caption(groups), block_caption(groups)) if words)),
         final_table=_html(final_table(judgement), judgement),
-        final_caption=escape(
-            f"Final loss on the {judgement.split} split, mean over seeds ± half of the 95 % interval. "
-            "Δ is the mean difference on paired seeds; p is corrected for the number of comparisons (Holm)."
-            + _for_scale(groups, judgement)
-        ),
+        final_caption=escape(_final_caption(groups, judgement)),
         verdicts=_folded(f"<ul>{''.join(verdicts)}</ul>", len(verdicts), "verdicts in words")
         if len(groups) > 1
         else "",
         notes="".join(f'<p class="note">{escape(note)}</p>' for note in judgement.notes),
         difference_table=_differences(groups),
+        samples=samples(groups),
+        progress=progress(groups),
         run_table=_run_table(groups, judgement, out),
         footer=escape(f"Made by polarlm {polarlm.__version__} on {payload['created']}; charts by plotly.js, embedded."),
         plotly=_plotly(),
@@ -79,19 +88,27 @@ def _packed(data: bytes) -> str:
 def _meta(groups: Sequence[Group], payload: dict[str, Any]) -> str:
     runs = [run for group in groups for run in group.runs]
     words = [f"{len(runs)} run{'s' * (len(runs) > 1)} in {len(groups)} group{'s' * (len(groups) > 1)}"]
-    for part in ("data", "tokenizer", "model"):
-        chosen = {str((run.config.get("choices") or {}).get(part)) for run in runs} - {"None"}
-        if chosen:
-            words.append(f"{part} {', '.join(sorted(chosen)[:4])}")
-    contexts = {run.settings.get("model.context") for run in runs} - {None}
-    if len(contexts) == 1:
-        words.append(f"context {contexts.pop()} tokens")
     return " · ".join([*words, f"written {payload['created'].replace('T', ' ')}"])
+
+
+def _verdict(row: Judged) -> str:
+    """The claim, and the rest for who wants to know."""
+    claim, *rest = (escape(part) for part in row.parts)
+    more = f" <details><summary>how it is known, what it cost</summary> {' '.join(rest)}</details>" if rest else ""
+    return f"<li>{claim}{more}</li>"
+
+
+def _final_caption(groups: Sequence[Group], judgement: Judgement) -> str:
+    words = f"Final numbers on the {judgement.split} split, mean over seeds ± half of the 95 % interval. "
+    words += "Δ is the mean difference on paired seeds; p is corrected for the number of comparisons (Holm)."
+    if any(row.role == UNEQUAL for row in judgement.rows):
+        words += " Grey: unequal budgets, not judged."
+    return words + _for_scale(groups, judgement)
 
 
 def _for_scale(groups: Sequence[Group], judgement: Judgement) -> str:
     words = [f"{name} {loss:.4g}" for name, loss in reference_losses(groups, judgement.measure.key).items()]
-    return f" For scale, in {judgement.unit}: {', '.join(words)}." if words else ""
+    return f" For scale, {judgement.measure.title} on validation: {', '.join(words)}." if words else ""
 
 
 def _html(table: Table, judgement: Judgement) -> str:
@@ -101,8 +118,12 @@ def _html(table: Table, judgement: Judgement) -> str:
     for index, row in enumerate(table.rows):
         first = f'<td><span class="swatch" data-swatch="{index}"></span>{escape(row[0])}</td>'
         kind = f' class="{row[verdict_column]}"' if row[verdict_column] in ("better", "worse") else ""
-        cells = "".join(f"<td{kind if i == verdict_column else ''}>{escape(c)}</td>" for i, c in enumerate(row) if i)
-        body.append(f"<tr>{first}{cells}</tr>")
+        cells = ""
+        for column, (name, cell) in enumerate(zip(table.columns[1:], row[1:]), start=1):
+            style = kind if column == verdict_column else ""
+            cells += f'<td{style} data-label="{escape(name, quote=True)}">{escape(cell)}</td>'
+        grey = ' class="unequal"' if judgement.rows[index].role == UNEQUAL else ""
+        body.append(f"<tr{grey}>{first}{cells}</tr>")
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
 
 
@@ -145,5 +166,7 @@ def _folded(html: str, count: int, what: str) -> str:
 def _left_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table of cells that are HTML already."""
     head = "".join(f"<th>{escape(name)}</th>" for name in columns)
-    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    labels = [escape(name, quote=True) for name in columns]
+    lines = ["".join(f'<td data-label="{label}">{cell}</td>' for label, cell in zip(labels, row)) for row in rows]
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
     return f'<div class="scroll"><table class="left"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

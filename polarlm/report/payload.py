@@ -10,12 +10,16 @@ from urllib.parse import quote
 
 import numpy as np
 
+from polarlm.report.captions import validation_caption
 from polarlm.report.quantities import Quantity, describe
+from polarlm.report.records import curve_panels
 from polarlm.report.thinning import bucket_edges, thin
+from polarlm.report.verdict_data import verdict_data
 from polarlm.runs.probes import Probe
 from polarlm.runs.reading import Run
 from polarlm.verdict.groups import Group
-from polarlm.verdict.judgement import Judgement
+from polarlm.verdict.judgement import UNEQUAL, Judgement
+from polarlm.verdict.notes import reference_losses
 
 # Points of all training curves together: 30 runs get 500 each, 200 runs 300 each; the page stays a few MB.
 POINT_BUDGET, MIN_POINTS, MAX_POINTS = 60_000, 120, 500
@@ -34,7 +38,8 @@ def build_payload(
     points = int(np.clip(POINT_BUDGET / max(1, sum(len(g.runs) for g in groups)), MIN_POINTS, MAX_POINTS))
     runs, shown_groups = [], []
     for index, group in enumerate(groups):
-        shown_groups.append({"label": group.label, "block": group.block, **styles[index]})
+        unequal = judgement.rows[index].role == UNEQUAL
+        shown_groups.append({"label": group.label, "block": group.block, "unequal": unequal, **styles[index]})
         runs += [{"group": index, **run} for run in _runs(group, points, out, judgement.metric)]
     diagnostics = [_diagnostics(group) for group in groups]
     _fit_history(diagnostics)
@@ -43,8 +48,13 @@ def build_payload(
         "created": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "reload": reload_seconds,
         "metric": judgement.metric,
-        "unit": judgement.unit,
+        "unit": judgement.measure.unit,
+        "title": judgement.measure.title,
         "split": judgement.split,
+        "validation": validation_caption(groups, judgement.split),
+        "verdict": verdict_data(groups, judgement),
+        "references": {key: reference_losses(groups, key) for key in ("bits_per_byte", "perplexity", "loss")},
+        "records": curve_panels(groups),
         "oneTokenizer": judgement.one_tokenizer,
         "groups": shown_groups,
         "runs": runs,
@@ -53,8 +63,8 @@ def build_payload(
     }
 
 
-def _words(found: Quantity) -> dict[str, str]:
-    return {"title": found.title, "axis": found.axis, "meaning": found.meaning}
+def _words(found: Quantity) -> dict[str, Any]:
+    return {"title": found.title, "axis": found.axis, "meaning": found.meaning, "within": found.within_block}
 
 
 def rounded(value: Any, digits: int = 5) -> Any:
@@ -88,7 +98,8 @@ def _runs(group: Group, points: int, out: Path | None, metric: str) -> list[dict
         # Evaluations are picked, not averaged; the same ones in every seed, and the last of each.
         rows = np.arange(len(val["step"]))
         picked = {name: column[(rows % every == 0) | (rows == rows.size - 1)] for name, column in val.items()}
-        found.append(_run(run, thin(run.metrics.stream("train/loss"), edges), picked, out, metric))
+        train = thin(run.metrics.stream("train/loss", "train/lr", "train/grad_norm"), edges)
+        found.append(_run(run, train, picked, out, metric))
     return found
 
 
@@ -110,6 +121,8 @@ def _run(
             "tokens": rounded(train["tokens"]),
             "seconds": rounded(train["seconds"]),
             "loss": rounded(train["train/loss"]),
+            "lr": rounded(train["train/lr"], 3),
+            "gradNorm": rounded(train["train/grad_norm"], 4),
         },
         "val": {
             "at": rounded(val["step"], 8),

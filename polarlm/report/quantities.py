@@ -13,6 +13,11 @@ class Quantity:
     meaning: str = ""
 
     @property
+    def within_block(self) -> bool:
+        """Its scale means something within a block only, so that maps of two blocks get a scale each."""
+        return "Compare within a block" in self.meaning
+
+    @property
     def axis(self) -> str:
         return f"{self.title} ({self.unit})" if self.unit else self.title
 

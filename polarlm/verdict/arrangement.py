@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 
 from polarlm.errors import UserError, did_you_mean
-from polarlm.verdict.groups import Group
+from polarlm.verdict.groups import Group, settings_apart
 
 
 def choose_baselines(groups: Sequence[Group], wanted: str | None) -> list[Group | None]:
@@ -34,21 +34,20 @@ def choose_baselines(groups: Sequence[Group], wanted: str | None) -> list[Group 
 
 
 def ladder(groups: Sequence[Group]) -> list[tuple[int, int]]:
-    """(rung, next rung) of a ladder: blocks of which each is a setting or two nearer to the last one; else nothing."""
+    """(rung, next rung) of a ladder: blocks of which each is a setting or two nearer to the last one; else nothing.
+
+    `groups` are sorted so that a family climbs to the block it is named after. Baselines of the standard family are the
+    first rungs where nothing else is on the page.
+    """
     found: list[tuple[int, int]] = []
-    for family in dict.fromkeys(g.family for g in groups):
+    families = list(dict.fromkeys(g.family for g in groups))
+    for family in families:
         members = [i for i, g in enumerate(groups) if g.family == family]
-        top = next((i for i in members if groups[i].block == family), None)
-        if top is None or len(members) < 3 or len({groups[i].block for i in members}) < len(members):
+        is_chain = len(members) >= 3 and groups[members[-1]].block == family and family != "standard"
+        if not is_chain or len({groups[i].block for i in members}) < len(members):
             continue
-        order = sorted(members, key=lambda i: -_differing(groups[i], groups[top]))
-        pairs = list(itertools.pairwise(order))
-        if all(_differing(groups[a], groups[b]) <= 2 for a, b in pairs):
-            found += pairs
+        pairs = list(itertools.pairwise(members))
+        if all(settings_apart(groups[a], groups[b]) <= 2 for a, b in pairs):
+            before = [i for i, g in enumerate(groups) if g.family == "standard"] if len(families) == 2 else []
+            found += [*itertools.pairwise([*before, members[0]]), *pairs]
     return found
-
-
-def _differing(a: Group, b: Group) -> int:
-    """In how many of the block's own settings two groups differ."""
-    ours, theirs = ({k: v for k, v in g.runs[0].settings.items() if k.startswith("block.")} for g in (a, b))
-    return sum(ours.get(key) != theirs.get(key) for key in ours.keys() | theirs.keys())

@@ -77,9 +77,16 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     ]
     order = ("standard", "xsa", "rfa", "polar")
 
+    heads = {group.family: group for group in groups if group.block == group.family}
+
     def place(group: Group) -> tuple:
         rank = order.index(group.family) if group.family in order else len(order)
-        return (rank, group.family, group.block, [_sortable(group.varied[key]) for key in sorted(group.varied)])
+        head = heads.get(group.family)
+        steps = settings_apart(group, head) if head else 0
+        # Baselines grow from the plain one; other families climb step by step to the block they are named after.
+        climb = steps if group.family == order[0] else -steps
+        values = [_sortable(group.varied[key]) for key in sorted(group.varied)]
+        return (rank, group.family, climb if group.block != group.family or not values else 0, group.block, values)
 
     return sorted(groups, key=place)
 
@@ -98,6 +105,12 @@ def _distinguishing(found: Sequence[tuple[str, dict[str, Any]]]) -> set[str]:
         if any(len(seen) > 1 for seen in values.values()):
             needed.add(key)
     return needed
+
+
+def settings_apart(a: Group, b: Group) -> int:
+    """In how many of the block's own settings two groups differ."""
+    ours, theirs = ({k: v for k, v in g.runs[0].settings.items() if k.startswith("block.")} for g in (a, b))
+    return sum(ours.get(key) != theirs.get(key) for key in ours.keys() | theirs.keys())
 
 
 def follows_from_block(groups: Sequence[Group]) -> dict[str, dict[str, Any]]:

@@ -18,7 +18,7 @@ from polarlm.verdict.looks import Looks, pair_key
 from polarlm.verdict.measure import Measure, choose_measure, default_margin
 from polarlm.verdict.notes import notes_about
 from polarlm.verdict.provenance import different_text
-from polarlm.verdict.sentences import verdict
+from polarlm.verdict.sentences import verdict_parts
 
 BASELINE, COMPARED, UNEQUAL, NOT_COMPARED = "baseline", "compared", "unequal budgets", "not compared"
 
@@ -29,13 +29,18 @@ class Judged:
 
     group: Group
     role: str  # baseline, compared, unequal budgets (shown in grey, not judged), not compared
-    sentence: str
+    parts: tuple[str, ...]  # what is claimed, then how it is known and what it cost
     estimates: dict[str, Estimate]  # per metric name, over the judged seeds
     budget: Budget
     tokens_per_second: float | None = None
     comparison: Comparison | None = None  # also of unequal budgets, where it is no evidence
     gains: tuple[Gain, ...] = field(default=())  # weakest first
     head_size: int | None = None
+
+    @property
+    def sentence(self) -> str:
+        """Everything that is said about this line."""
+        return " ".join(self.parts)
 
     @property
     def outcome(self) -> str:
@@ -116,11 +121,14 @@ def judge_groups(
     refused, unequal, compared = _sort_out(groups, baselines, budgets, measure)
     greyed = {i: compare(groups[i], against) for i, against in unequal.items()}
     fair = {i: compare(groups[i], against) for i, against in compared.items()}
-    rungs = [(b, a) for a, b in ladder(groups) if not _refusal(groups[b], groups[a], measure)]
-    steps = [compare(groups[b], groups[a]) for b, a in rungs]
-    # Everything that is compared on the page shares the error rate, the steps of a ladder too.
-    adjusted = adjust([*fair.values(), *steps])
-    fair = dict(zip(fair, adjusted))
+    # Everything that is compared on the page shares the error rate: the steps of a ladder too, each pair once.
+    pairs = {(i, groups.index(against)): fair[i] for i, against in compared.items()}
+    for a, b in ladder(groups):
+        even = is_fair(budget_gaps(budgets[b], budgets[a]))
+        if (b, a) not in pairs and even and not _refusal(groups[b], groups[a], measure):
+            pairs[b, a] = compare(groups[b], groups[a])
+    pairs = dict(zip(pairs, adjust(list(pairs.values()))))
+    fair = {i: pairs[i, groups.index(against)] for i, against in compared.items()}
     rows = []
     for index, group in enumerate(groups):
         against = baselines[index]
@@ -131,20 +139,20 @@ def judge_groups(
             head = (head_size(group), head_size(against))
             gained = gains(_curves(group, measure), _curves(against, measure), comparison.seeds)
         if index in fair and comparison is not None:
-            role, sentence = COMPARED, verdict(comparison, measure.unit, gaps, gained, head)
+            role, parts = COMPARED, verdict_parts(comparison, measure.unit, gaps, gained, head)
         elif index in greyed and against is not None:
-            role, sentence = UNEQUAL, f"{group.label}: not judged against {against.label}: {unfair_reason(gaps)}."
+            role, parts = UNEQUAL, [f"{group.label}: not judged against {against.label}: {unfair_reason(gaps)}."]
         elif against is group and len(groups) > 1:
-            role, sentence = BASELINE, f"{group.label} is the baseline."
+            role, parts = BASELINE, [f"{group.label} is the baseline."]
         else:
             role = NOT_COMPARED
-            sentence = refused.get(index, f"{group.label}: not compared, there is no baseline with equal settings.")
+            parts = [refused.get(index, f"{group.label}: not compared, there is no baseline with equal settings.")]
         speed = estimate_mean([s for run in group.runs if (s := run.number("tokens_per_second"))])
         rows.append(
             Judged(
                 group,
                 role,
-                sentence,
+                tuple(parts),
                 {name: _estimate(group, Measure(name)) for name in measure.siblings()},
                 budgets[index],
                 speed.mean if speed.n else None,
@@ -157,7 +165,7 @@ def judge_groups(
     return Judgement(
         measure,
         rows,
-        [Step(b, a, c) for (b, a), c in zip(rungs, adjusted[len(fair) :])],
+        [Step(b, a, pairs[b, a]) for a, b in ladder(groups) if (b, a) in pairs],
         notes_about(groups, measure, one_tokenizer),
         one_tokenizer,
         margin,

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from polarlm.verdict.budget import describe_budgets
 from polarlm.verdict.comparison import EQUIVALENT, NOT_SHOWN, Comparison
@@ -10,13 +11,18 @@ from polarlm.verdict.evidence import ALPHA
 from polarlm.verdict.power import seeds_to_decide, smallest_effect
 
 
-def verdict(
+def verdict(comparison: Comparison, measure: str, *more: Any, **options: Any) -> str:
+    """All that `verdict_parts` says, as one text."""
+    return " ".join(verdict_parts(comparison, measure, *more, **options))
+
+
+def verdict_parts(
     comparison: Comparison,
     measure: str,
     gaps: Mapping[str, float | None] | None = None,
     gained: Sequence[Gain] = (),
     head_sizes: tuple[int | None, int | None] = (None, None),
-) -> str:
+) -> list[str]:
     """One careful sentence about a comparison, followed by its power, its gains, its budgets and the head sizes."""
     c = comparison
     parts = [_claim(c, measure)]
@@ -47,7 +53,7 @@ def verdict(
             if head_sizes[0] == head_sizes[1]
             else f"Head sizes differ: {head_sizes[0]} against {head_sizes[1]}."
         )
-    return " ".join(part for part in parts if part)
+    return [part for part in parts if part]
 
 
 def _claim(c: Comparison, measure: str) -> str:

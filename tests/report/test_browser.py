@@ -19,7 +19,9 @@ CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
 ARTIFACTS = Path(__file__).resolve().parents[2] / "artifacts"
-FIGURES = ("bits", "perplexity", "training", "depth", "growth", "heat", "lag", "trajectory", "throughput", "value")
+FIGURES = ("forest", "bits", "perplexity", "training", "gradient", "rate", "record-0", "record-1")
+FIGURES += ("depth", "growth", "heat", "lag", "trajectory", "throughput", "value")
+WIDTHS = (1400, 800, 390)  # a screen, half of one, a phone
 # Drawn elements of a plot: lines, bars and points, heat-map images.
 MARKS = ".scatterlayer path, .barlayer path, .heatmaplayer image, .heatmaplayer path"
 
@@ -73,7 +75,7 @@ def open_page(browser):
 def page(browser, tmp_path_factory):
     """The report of a sweep, opened once; every test leaves it as it found it."""
     folder = tmp_path_factory.mktemp("sweep")
-    write_sweep(folder / "runs")
+    write_sweep(folder / "runs", evaluations=True)
     compare(folder / "runs", "--out", folder / "report.html")
     opened = Opened(browser, folder / "report.html")
     opened.page.evaluate("drawAll()")
@@ -96,6 +98,117 @@ def test_every_panel_has_marks_in_light_and_dark(page):
             assert page.locator(f"#{figure} figcaption").inner_text().strip()
         page.screenshot(path=ARTIFACTS / f"report-{scheme}.png", full_page=True)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")  # nothing hangs over the side
+
+
+# Words cut off at the edge of their plot, anything wider than the screen, and words broken in their middle.
+CLIPPED = """() => {
+    const found = [];
+    if (document.documentElement.scrollWidth > innerWidth) found.push("the page is wider than the screen");
+    for (const text of document.querySelectorAll(".plot text")) {
+        const box = text.closest("svg").getBoundingClientRect(), at = text.getBoundingClientRect();
+        if (text.closest(".hoverlayer") || at.width === 0) continue;
+        if (at.left < box.left - 1 || at.right > box.right + 1 || at.top < box.top - 1 || at.bottom > box.bottom + 1)
+            found.push(text.closest("figure").id + ": " + text.textContent);
+    }
+    const scrolls = (e) => e && (/auto|scroll/.test(getComputedStyle(e).overflowX) || scrolls(e.parentElement));
+    for (const e of document.querySelectorAll("main :is(h1, p, figcaption, td, th, li, select)")) {
+        const at = e.getBoundingClientRect(), outside = at.right > innerWidth + 1 || at.left < -1;
+        if (at.width && outside && !scrolls(e)) found.push(e.tagName + ": " + e.textContent.slice(0, 60));
+    }
+    return found;
+}"""
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_nothing_is_clipped_at_any_width(page, width):
+    ARTIFACTS.mkdir(exist_ok=True)
+    page.set_viewport_size({"width": width, "height": 900})
+    page.evaluate("drawAll()")
+    page.wait_for_timeout(300)
+    for figure in FIGURES:
+        assert page.locator(f"#{figure}").locator(MARKS).count() > 0, figure
+    assert page.evaluate(CLIPPED) == []
+    page.screenshot(path=ARTIFACTS / f"report-{width}.png", full_page=True)
+    page.set_viewport_size({"width": 1440, "height": 900})
+    page.evaluate("drawAll()")
+
+
+def test_a_varied_number_has_a_response_curve_and_a_ladder_a_waterfall(tmp_path, open_page):
+    for nu in (1.0, 4.0, 30.0, 1000.0):
+        for seed in (1, 2):
+            changes = {"block.nu_t": nu}
+            write_run(tmp_path / "nu" / f"{nu}-{seed}", "polar", seed, diagnostics=False, changes=changes)
+    rungs = {"polar_a": ("exponential", "none"), "polar_b": ("student", "none"), "polar": ("student", "evidence")}
+    for block, (kernel, projection) in rungs.items():
+        changes = {"block.kernel": kernel, "block.projection": projection, "block._target_": "p"}
+        for seed in (1, 2, 3):
+            write_run(tmp_path / "ladder" / f"{block}{seed}", block, seed, diagnostics=False, changes=changes)
+    for name, figure, other in (("nu", "response", "waterfall"), ("ladder", "waterfall", "response")):
+        compare(tmp_path / name, "--out", tmp_path / f"{name}.html")
+        page = open_page(tmp_path / f"{name}.html")
+        for width in WIDTHS:
+            page.set_viewport_size({"width": width, "height": 900})
+            page.evaluate("drawAll()")
+            page.wait_for_timeout(200)
+            assert page.locator(f"#{figure}").locator(MARKS).count() > 0
+            assert page.locator(f"#{other}").is_hidden()
+            assert page.evaluate(CLIPPED) == []
+        page.screenshot(path=ARTIFACTS / f"report-{name}.png", full_page=True)
+    layout = "document.querySelector('#response .plot').layout.xaxis"
+    page = open_page(tmp_path / "nu.html")
+    page.evaluate("drawAll()")
+    assert page.evaluate(f"[{layout}.type, {layout}.ticktext.join()]") == ["log", "1,4,30,1000"]
+
+
+def test_seeds_are_averaged_at_equal_time(page):
+    """Seeds differ in speed: a mean of their times would hide it; at the slowest seed's times all are read off."""
+    before = page.evaluate("JSON.stringify(state)")
+    found = page.evaluate("""() => {
+        state.axis = "seconds";
+        const runs = shownRuns(0), curve = average(runs, "val", (run) => run.val.bpb);
+        const last = Math.min(...runs.map((run) => run.val.seconds.at(-1))), t = curve.x[2];
+        const by_hand = mean(runs.map((run) => {
+            const i = run.val.seconds.findIndex((s) => s >= t), a = run.val.seconds, y = run.val.bpb;
+            return a[i] === t ? y[i] : y[i - 1] + (y[i] - y[i - 1]) * (t - a[i - 1]) / (a[i] - a[i - 1]);
+        }));
+        return [curve.x.at(-1), last, curve.mean[2], by_hand];
+    }""")
+    assert found[0] == found[1]
+    assert found[2] == pytest.approx(found[3])
+    page.evaluate("(before) => { Object.assign(state, JSON.parse(before)); drawAll(); }", before)
+
+
+def test_a_perplexity_is_the_exponential_of_the_mean_loss_also_in_its_band(page):
+    found = page.evaluate("""() => {
+        const loss = average(shownRuns(0), "val", (run) => run.val.loss);
+        const perplexity = average(shownRuns(0), "val", (run) => run.val.loss, Math.exp);
+        return [perplexity.mean.at(-1), Math.exp(loss.mean.at(-1)), perplexity.low.at(-1), Math.exp(loss.low.at(-1))];
+    }""")
+    assert found[0] == pytest.approx(found[1])
+    assert found[2] == pytest.approx(found[3])
+
+
+def test_a_long_menu_can_be_searched(page):
+    before = page.evaluate("JSON.stringify(state)")
+    find = page.locator("#trajectory input.find")
+    find.fill("resultant")
+    shown = page.evaluate("[...$('#trajectory select.quantity').options].filter((o) => !o.hidden).map((o) => o.value)")
+    assert shown == ["radial/resultant_length"]
+    assert "Mean resultant length" in page.locator("#trajectory figcaption").inner_text()
+    find.fill("nothing of this name")
+    assert "none" in find.get_attribute("class")
+    find.fill("")
+    page.evaluate("(before) => { Object.assign(state, JSON.parse(before)); drawAll(); }", before)
+
+
+def test_maps_that_are_compared_within_a_block_have_a_scale_each(page):
+    scales = page.evaluate("document.querySelector('#heat .plot').data.map((t) => [t.zmin, t.zmax, t.coloraxis])")
+    assert len({tuple(scale[:2]) for scale in scales}) == len(scales)
+    assert all(scale[2] is None for scale in scales)
+
+
+def test_simple_predictors_are_drawn_or_named(page):
+    assert "bigram 2.37" in page.locator("#bits .plot").text_content()
 
 
 def test_toggling_a_run_hides_its_curves_and_a_group_its_panels(page):
@@ -285,7 +398,7 @@ def test_the_report_of_a_real_sweep_of_three_blocks(tmp_path, open_page):
     page.evaluate("drawAll()")
     assert page.evaluate("DATA.groups.map((g) => g.label)") == ["standard", "xsa", "polar"]
     assert set(page.evaluate("DATA.runs.map((r) => r.status)")) == {"finished"}
-    for figure in FIGURES:
+    for figure in (name for name in FIGURES if not name.startswith("record-")):
         assert page.locator(f"#{figure}").locator(MARKS).count() > 0, figure
     run = page.evaluate("DATA.runs[0].href")
     page.evaluate("toggle([DATA.runs[0]], false); drawAll()")

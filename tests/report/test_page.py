@@ -51,7 +51,7 @@ def test_one_file_without_outside_references(tmp_path):
     assert not [r for r in references if r.startswith(("http:", "https:", "//"))]
     assert (tmp_path / "report.html").stat().st_size < 3e6
     assert 'href="runs/polar-seed1/"' in page
-    assert "For scale, in bits per byte: bigram 2.37." in page
+    assert "For scale, bits per byte on validation: unigram 3.12, bigram 2.37." in page
     data = payload_of(page)
     assert len(data["runs"]) == 9
     assert data["diagnostics"][0]["final"]["radial/residual_rms"]["mean"][0] == pytest.approx(0.6, rel=0.1)
@@ -94,6 +94,82 @@ def test_losses_that_are_no_numbers_become_gaps(tmp_path):
     run = payload_of((tmp_path / "report.html").read_text())["runs"][0]
     assert run["final"] is None
     assert rounded(float("nan")) is None
+
+
+def test_what_all_runs_share_is_said_once_and_what_follows_from_the_block_too(tmp_path):
+    for block, lr in (("standard", 1e-3), ("polar", 3e-3)):
+        for seed in (1, 2):
+            write_run(tmp_path / "runs" / f"{block}{seed}", block, seed, diagnostics=False, changes={"optim.lr": lr})
+    compare(tmp_path / "runs", "--out", tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert (
+        "All runs: data pydocs · tokenizer bpe · model nano · d 128 · 4 layers · 4 heads · context 128 tokens" in page
+    )
+    assert "Each block has its own lr: standard 0.001, polar 0.003." in page
+    assert [g["label"] for g in payload_of(page)["groups"]] == ["standard", "polar"]
+
+
+def test_the_forest_has_both_intervals_the_detectable_effect_and_greys_unequal_budgets(tmp_path):
+    write_sweep(tmp_path / "runs", diagnostics=False)
+    for folder in (tmp_path / "runs").glob("rfa*"):
+        summary = json.loads((folder / "summary.json").read_text())
+        (folder / "summary.json").write_text(json.dumps(summary | {"parameters": 2 * summary["parameters"]}))
+    compare(tmp_path / "runs", "--out", tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    data = payload_of(page)
+    forest = {data["groups"][row["group"]]["label"]: row for row in data["verdict"]["forest"]}
+    assert forest["rfa"]["grey"] and forest["rfa"]["all"] is None
+    polar = forest["polar"]
+    assert polar["outcome"] == "better"
+    assert polar["all"] == pytest.approx([polar["low"], polar["high"]])  # the only judged comparison
+    assert polar["detectable"] > 0
+    assert [g["unequal"] for g in data["groups"]] == [False, True, False]
+    assert page.count('<tr class="unequal">') == 1
+    assert data["verdict"]["margin"] == 0.005
+
+
+def test_bands_and_table_use_the_same_interval(tmp_path):
+    from scipy import stats
+
+    write_sweep(tmp_path / "runs", blocks=("standard",), seeds=range(1, 25), diagnostics=False)
+    compare(tmp_path / "runs", "--out", tmp_path / "report.html")
+    t = payload_of((tmp_path / "report.html").read_text())["verdict"]["t"]
+    assert t[1:] == pytest.approx([stats.t.ppf(0.975, df) for df in range(1, 25)])
+
+
+def test_records_of_evaluations_become_panels_averaged_over_seeds(tmp_path):
+    write_sweep(tmp_path / "runs", seeds=(1, 2), evaluations=True, diagnostics=False)
+    (tmp_path / "runs" / "polar-seed1" / "evaluations" / "torn.json").write_text("{")
+    compare(tmp_path / "runs", "--out", tmp_path / "report.html")
+    panels = {panel["name"]: panel for panel in payload_of((tmp_path / "report.html").read_text())["records"]}
+    assert set(panels) == {"calibration/calibration", "length/length"}
+    length = panels["length/length"]
+    assert (length["x"], length["log"], length["protocol"]) == ("context (tokens)", True, "data pydocs, split test")
+    records = [
+        json.loads((tmp_path / "runs" / f"polar-seed{seed}" / "evaluations" / "length.json").read_text())["curves"]
+        for seed in (1, 2)
+    ]
+    mean = [sum(r["length"]["y"][i] for r in records) / 2 for i in range(4)]
+    assert length["lines"][2]["mean"] == pytest.approx(mean, rel=1e-4)
+
+
+def test_samples_stand_side_by_side_and_unfinished_runs_have_a_bar(tmp_path):
+    write_sweep(tmp_path / "runs", seeds=(1, 2), diagnostics=False)
+    write_run(
+        tmp_path / "runs" / "late",
+        "polar",
+        3,
+        steps=300,
+        status=None,
+        diagnostics=False,
+        changes={"trainer.max_steps": 600},
+    )
+    compare(tmp_path / "runs", "--out", tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert page.count('<div class="sample">') == 3
+    assert "the polar block wrote a line" in page
+    assert "6 of 7 runs finished." in page
+    assert 'value="0.500"' in page
 
 
 def test_text_csv_and_json_exports(tmp_path, capsys):

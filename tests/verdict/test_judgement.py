@@ -290,8 +290,10 @@ def test_the_steps_of_a_ladder_are_compared_one_by_one_and_share_the_error_rate(
             folders.append(write_run(tmp_path / f"{block}{seed}", block, seed, diagnostics=False, changes=changes))
     judgement = judge_groups(groups_of(folders))
     climbed = [(s.comparison.baseline, s.comparison.treatment) for s in judgement.steps]
-    assert climbed == list(itertools.pairwise(LADDER))
-    assert {c.family for c in [s.comparison for s in judgement.steps]} == {4 + 3}
+    assert climbed == list(itertools.pairwise(["standard", *LADDER]))
+    # Four against the baseline and three steps; the step from the baseline is one of the four.
+    assert {step.comparison.family for step in judgement.steps} == {4 + 3}
+    assert [row.group.label for row in judgement.rows] == ["standard", *LADDER]
 
 
 def test_seeds_added_after_a_look_are_noticed_and_planned_ones_are_not(tmp_path):

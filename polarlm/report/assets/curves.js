@@ -2,9 +2,8 @@
 "use strict";
 
 const AXES = { tokens: "training tokens", flops: "training FLOPs", seconds: "training time (s)" };
-// Student's t, 97.5 %, by degrees of freedom.
-const T = [NaN, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.16, 2.145, 2.131, 2.12];
-const tQuantile = (df) => (df < T.length ? T[df] : 1.96 + 2.5 / df);
+// The same interval as in the table: Student's t by degrees of freedom.
+const tQuantile = (df) => DATA.verdict.t[df];
 
 function along(run, kind) {
   const curve = run[kind];
@@ -25,20 +24,38 @@ function smooth(values, weight) {
   });
 }
 
-// Mean and band of a group's runs at equal steps; runs that stopped early would bend the mean and are left to their own lines.
-function average(runs, kind, read) {
+// [x, y of every run] where all runs have one: at equal steps, or at equal times, between which runs are interpolated.
+function aligned(counted, kind, read) {
+  const curves = counted.map((run) => ({ x: along(run, kind), y: read(run), at: run[kind].at }));
+  if (state.axis !== "seconds") {
+    const tables = curves.map(({ x, y, at }) => new Map(at.map((step, i) => [step, [x[i], y[i]]])));
+    return [...tables[0].keys()].map((step) => tables.map((table) => table.get(step))).filter((points) => points.every((p) => p !== undefined && p[0] !== null))
+      .map((points) => [mean(points.map((p) => p[0])), points.map((p) => p[1])]);
+  }
+  const timed = curves.map(({ x, y }) => x.map((t, i) => [t, y[i]]).filter(([t]) => t !== null));
+  if (timed.some((points) => !points.length)) return [];
+  const from = Math.max(...timed.map((points) => points[0][0])), to = Math.min(...timed.map((points) => points.at(-1)[0]));
+  const grid = [...new Set([...timed[0].map(([t]) => t).filter((t) => t >= from && t <= to), to])];
+  return grid.map((t) => [t, timed.map((points) => valueAt(points, t))]);
+}
+
+function valueAt(points, t) {
+  let i = points.findIndex(([time]) => time >= t);
+  if (i < 0) return null;
+  if (points[i][0] === t || i === 0) return points[i][1];
+  const [t0, y0] = points[i - 1], [t1, y1] = points[i];
+  return y0 === null || y1 === null ? null : y0 + ((y1 - y0) * (t - t0)) / (t1 - t0);
+}
+
+// Mean and band of a group's runs; runs that stopped early would bend the mean and are left to their own lines.
+// `back` maps what is averaged to what is shown: perplexities are averaged as losses.
+function average(runs, kind, read, back = (v) => v) {
   const alive = runs.filter((run) => run.status === "finished" || run.status === "running");
   const counted = (alive.length ? alive : runs).filter((run) => run[kind].at.length);
   if (!counted.length) return null;
-  const tables = counted.map((run) => {
-    const x = along(run, kind), y = read(run);
-    return new Map(run[kind].at.map((at, i) => [at, [x[i], y[i]]]));
-  });
   const made = { x: [], mean: [], low: [], high: [], n: counted.length };
-  for (const at of tables[0].keys()) {
-    const points = tables.map((table) => table.get(at));
-    if (points.some((p) => p === undefined || p[0] === null)) continue;
-    const ys = points.map((p) => p[1]), broken = ys.some((y) => y === null), centre = broken ? null : mean(ys);
+  for (const [x, ys] of aligned(counted, kind, read)) {
+    const broken = ys.some((y) => y === null || y === undefined), centre = broken ? null : mean(ys);
     let low = centre, high = centre;
     if (!broken && ys.length > 1) {
       if (state.band === "interval") {
@@ -47,20 +64,22 @@ function average(runs, kind, read) {
         low = centre - half; high = centre + half;
       } else { low = Math.min(...ys); high = Math.max(...ys); }
     }
-    made.x.push(mean(points.map((p) => p[0]))); made.mean.push(centre); made.low.push(low); made.high.push(high);
+    const show = (v) => (v === null ? null : back(v));
+    made.x.push(x); made.mean.push(show(centre)); made.low.push(show(low)); made.high.push(show(high));
   }
   return made;
 }
 
-function curveFigure(kind, unit, read, title, note) {
-  const groups = shownGroups(), traces = [], ends = [], weight = kind === "train" ? state.smoothing : 0;
+function curveFigure(kind, unit, read, title, note, { back = (v) => v, reference = null, smoothed = kind === "train" } = {}) {
+  const groups = shownGroups(), traces = [], ends = [], weight = smoothed ? state.smoothing : 0;
   const single = state.each && DATA.runs.filter(isShown).length <= 60;
   const drawn = [];
   let spread = false;
   for (const g of groups) {
     const runs = shownRuns(g).filter((run) => finite(read(run)).length), label = plain(DATA.groups[g].label);
     if (!runs.length) continue;
-    const curve = average(runs, kind, (run) => smooth(read(run), weight));
+    const curve = average(runs, kind, (run) => smooth(read(run), weight), back);
+    const shown = (run) => smooth(read(run), weight).map((v) => (v === null ? null : back(v)));
     const hover = `%{y:.4g} ${unit}<br>%{x:.3s} ${AXES[state.axis]}`;
     if (state.band !== "none" && curve && curve.n > 1) {
       const at = curve.mean.map((v, i) => (v === null ? -1 : i)).filter((i) => i >= 0), pick = (list) => at.map((i) => list[i]);
@@ -70,7 +89,7 @@ function curveFigure(kind, unit, read, title, note) {
     for (const run of runs) {
       const alone = runs.length === 1 || !curve || curve.x.length === 0;
       if (!single && !alone) continue;
-      traces.push(line(g, { x: along(run, kind), y: smooth(read(run), weight), width: alone ? 2 : 0.7, opacity: alone ? 1 : 0.4,
+      traces.push(line(g, { x: along(run, kind), y: shown(run), width: alone ? 2 : 0.7, opacity: alone ? 1 : 0.4,
         mode: kind === "val" && run.val.at.length < 3 ? "lines+markers" : "lines",
         meta: { group: g, run: run.href }, hovertemplate: `${plain(run.name)}<br>${hover}<extra>${label}, seed ${run.seed}</extra>` }));
     }
@@ -78,17 +97,18 @@ function curveFigure(kind, unit, read, title, note) {
       traces.push(line(g, { x: curve.x, y: curve.mean, width: 2.2, hovertemplate: `${hover}<extra>${label}, mean of ${curve.n}</extra>` }));
     }
     drawn.push(g);
-    const last = curve && curve.x.length ? finite(curve.mean).at(-1) : mean(runs.map((run) => finite(smooth(read(run), weight)).at(-1)));
+    const last = curve && curve.x.length ? finite(curve.mean).at(-1) : mean(runs.map((run) => finite(shown(run)).at(-1)));
     ends.push({ group: g, value: last });
   }
   if (!traces.length) return null;
+  const { shapes, annotations, range } = references(reference && DATA.references[reference], usefulRange(traces));
   const bandWord = spread ? (state.band === "interval" ? " Band: 95 % interval of the mean." : " Band: range of seeds.") : "";
   return {
     title: title(ends, DATA.runs.some((run) => isShown(run) && run.status === "running") ? "stands at" : "ends at"), note: note + bandWord, groups: drawn, traces,
     layout: {
-      uirevision: [state.axis, state.logX, state.logY].join(), hovermode: "closest",
+      uirevision: [state.axis, state.logX, state.logY].join(), hovermode: "closest", shapes, annotations,
       xaxis: { title: { text: AXES[state.axis] }, type: state.logX ? "log" : "linear", exponentformat: "SI" },
-      yaxis: { title: { text: unit }, type: state.logY ? "log" : "linear", range: usefulRange(traces), nticks: 7 },
+      yaxis: { title: { text: unit }, type: state.logY ? "log" : "linear", range, nticks: 7 },
     },
   };
 }
@@ -107,20 +127,46 @@ function usefulRange(traces) {
   return [low - 0.05 * (high - low), high + 0.05 * (high - low)];
 }
 
-const byValue = (ends) => [...ends].sort((a, b) => a.value - b.value);
+// What a unigram or bigram table reaches: a dotted line where it fits, else a word at the edge.
+function references(known, range) {
+  const shapes = [], annotations = [];
+  if (!known || !range) return { shapes, annotations, range };
+  const scale = (v) => (state.logY ? Math.log10(v) : v), span = range[1] - range[0];
+  const list = Object.entries(known).map(([name, value]) => [name, scale(value), value]).sort((a, b) => a[1] - b[1]);
+  const fits = list.filter(([, at]) => at <= range[1] + 0.6 * span);
+  const top = Math.max(range[1], ...fits.map(([, at]) => at + 0.06 * span));
+  const above = [];
+  for (const [name, at, value] of list) {
+    if (at > top) { above.push(`${name} ${digits(value)}`); continue; }
+    shapes.push({ type: "line", xref: "paper", yref: "y", x0: 0, x1: 1, y0: value, y1: value, line: { color: ink.soft, width: 1, dash: "dot" }, layer: "below" });
+    annotations.push({ xref: "paper", yref: "y", x: 1, y: at, xanchor: "right", yanchor: "bottom", showarrow: false, text: plain(`${name} ${digits(value)}`), font: { size: 11, color: ink.soft } });
+  }
+  if (above.length) annotations.push({ xref: "paper", yref: "paper", x: 1, y: 1, xanchor: "right", yanchor: "top", showarrow: false, text: plain("above: " + above.join(", ")), font: { size: 11, color: ink.soft } });
+  return { shapes, annotations, range: [range[0], top] };
+}
+
 const digits = (v) => Number(v.toPrecision(4)).toString();
 
+// Numbers stand in the page's order, not ranked: ranks are for the verdict.
 FIGURES.bits = () => curveFigure("val", "bits per byte", (run) => run.val.bpb,
-  (ends, verb) => `Validation bits per byte ${verb}: ` + perGroup(byValue(ends), digits),
-  "Bits per byte does not depend on the tokenizer. During training part of the validation split is used, at the end all of it.");
+  (ends, verb) => `Validation bits per byte ${verb}: ` + perGroup(ends, digits),
+  "Does not depend on the tokenizer. " + DATA.validation, { reference: "bits_per_byte" });
 
-FIGURES.perplexity = () => curveFigure("val", "perplexity", (run) => run.val.loss.map((v) => (v === null ? null : Math.exp(v))),
-  (ends, verb) => (DATA.oneTokenizer ? `Validation perplexity ${verb}: ` + perGroup(byValue(ends), digits) : "Perplexities of different tokenizers: not comparable"),
-  DATA.oneTokenizer ? "Per token; the same data as above." : "Each counts its own tokens. Compare bits per byte.");
+FIGURES.perplexity = () => curveFigure("val", "perplexity", (run) => run.val.loss,
+  (ends, verb) => (DATA.oneTokenizer ? `Validation perplexity ${verb}: ` + perGroup(ends, digits) : "Perplexities of different tokenizers: not comparable"),
+  DATA.oneTokenizer ? "Per token; averaged, and its interval taken, as the loss it is the exponential of." : "Each counts its own tokens. Compare bits per byte.",
+  { back: Math.exp, reference: DATA.oneTokenizer ? "perplexity" : null });
 
 FIGURES.training = () => curveFigure("train", "loss (nats per token)", (run) => run.train.loss,
-  (ends, verb) => `Training loss ${verb}: ` + perGroup(byValue(ends), digits),
-  "Averaged over short stretches of steps" + (state.smoothing ? `, then smoothed (${state.smoothing}).` : "."));
+  (ends, verb) => `Training loss ${verb}: ` + perGroup(ends, digits),
+  "Averaged over short stretches of steps" + (state.smoothing ? `, then smoothed (${state.smoothing}).` : "."), { reference: DATA.oneTokenizer ? "loss" : null });
+
+FIGURES.gradient = () => curveFigure("train", "gradient norm", (run) => run.train.gradNorm,
+  (ends, verb) => `Gradient norm ${verb}: ` + perGroup(ends), "Before clipping, averaged over short stretches of steps" + (state.smoothing ? `, then smoothed (${state.smoothing}).` : "."));
+
+FIGURES.rate = () => curveFigure("train", "learning rate", (run) => run.train.lr,
+  (ends) => "Learning rate at its highest: " + perGroup(ends.map(({ group }) => ({ group, value: highest(shownRuns(group).flatMap((run) => finite(run.train.lr))) }))),
+  "As scheduled.", { smoothed: false });
 
 FIGURES.throughput = () => {
   const groups = shownGroups(), traces = [], speeds = [];

@@ -4,13 +4,15 @@
 const FIGURES = {};      // id → () => { title, note, groups, traces, layout, height } or null when there is nothing to draw
 const inView = new Set();
 const stale = new Set();
+const OPTIONAL = new Set(["forest", "response", "waterfall", "gradient", "rate"]);  // absent when there is nothing to draw
 const LONGEST_KEY = 12;
 const LONGEST_TITLE = 38;  // characters beside a plot
 
 function redraw() {
   remember();
   Object.keys(FIGURES).forEach((id) => stale.add(id));
-  requestAnimationFrame(() => [...inView].filter((id) => stale.has(id)).forEach(render));
+  // A hidden figure is never in view; it may have something to show now.
+  requestAnimationFrame(() => Object.keys(FIGURES).filter((id) => stale.has(id) && (inView.has(id) || document.getElementById(id).hidden)).forEach(render));
 }
 
 function drawAll() { Object.keys(FIGURES).forEach(render); }
@@ -25,6 +27,7 @@ function render(id) {
   if (key) key.replaceChildren(...groups.map((g) => element("span", {}, swatch(g), DATA.groups[g].label)));
   const onPaper = document.documentElement.classList.contains("printing");
   if (made && made.height) plot.style.height = (onPaper ? 0.7 : 1) * made.height + "px";
+  figure.hidden = made === null && OPTIONAL.has(id);
   const layout = made ? frame(made.layout) : frame({ xaxis: { visible: false }, yaxis: { visible: false } });
   if (onPaper) Object.assign(layout, { width: plot.clientWidth, height: plot.clientHeight }, smallPrint(layout));
   return Plotly.react(plot, made ? made.traces : [], layout, { displaylogo: false, responsive: true, modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] })
@@ -59,6 +62,7 @@ function frame(layout) {
     modebar: { bgcolor: "rgba(0,0,0,0)", color: ink.line, activecolor: ink.soft },
   };
   for (const [name, value] of Object.entries(layout)) {
+    if (value === undefined) continue;
     const title = { font: { size: 12, color: ink.soft }, standoff: 8, ...value.title };
     if (/^yaxis/.test(name) && title.text) title.text = twoLines(title.text);
     framed[name] = /^[xy]axis\d*$/.test(name) ? { ...AXIS(), ...value, title } : value;
@@ -93,6 +97,7 @@ function perGroup(items, write = short) {
   if (known.length === 0) return "not known";
   if (known.length <= 4) return known.map((item) => DATA.groups[item.group].label + " " + write(item.value)).join(", ");
   const values = known.map((item) => item.value);
+  if (write(Math.min(...values)) === write(Math.max(...values))) return `${write(values[0])} in all ${known.length} groups`;
   return `${write(Math.min(...values))} to ${write(Math.max(...values))} over ${known.length} groups`;
 }
 
@@ -114,7 +119,23 @@ function choose(id, kind, options, fallback) {
     select.onchange = () => { (state.chosen[id] ||= {})[kind] = select.value; remember(); render(id); };
   }
   select.value = value;
+  searchable(select);
   return value;
+}
+
+const SEARCH_FROM = 8;  // options
+// A long menu can be searched: typing leaves the options that hold every word; Enter or a choice takes one.
+function searchable(select) {
+  if (select.options.length < SEARCH_FROM || (select.previousElementSibling && select.previousElementSibling.className === "find")) return;
+  const find = element("input", { type: "search", className: "find", placeholder: "find a quantity", ariaLabel: "Find a quantity" });
+  find.oninput = () => {
+    const words = find.value.toLowerCase().split(/\s+/).filter(Boolean);
+    for (const option of select.options) option.hidden = !words.every((word) => (option.textContent + " " + option.value).toLowerCase().includes(word));
+    const first = [...select.options].find((option) => !option.hidden), none = !first;
+    find.classList.toggle("none", none);
+    if (words.length && first && select.selectedOptions[0].hidden) { select.value = first.value; select.onchange(); }
+  };
+  select.before(find);
 }
 
 const quantity = (name) => DATA.quantities[name] || { title: name, axis: name };

@@ -16,7 +16,7 @@ FIGURES.depth = () => {
   const names = having(1);
   if (!names.length) return null;
   const name = choose("depth", "quantity", options(names), "radial/residual_rms");
-  const traces = [], drawn = [], growth = [], ends = [];
+  const traces = [], drawn = [], first = [], growth = [], ends = [];
   let embedding = false;
   for (const g of probed()) {
     const found = DATA.diagnostics[g].final[name];
@@ -26,12 +26,13 @@ FIGURES.depth = () => {
     if (found.low && state.band !== "none") traces.push(band(g, x, found.low, found.high));
     traces.push(line(g, { x, y: found.mean, mode: "lines+markers", marker: { size: 6 }, hovertemplate: `layer %{x}: %{y:.4g}<extra>${plain(DATA.groups[g].label)}</extra>` }));
     drawn.push(g);
-    // From the first layer on: embeddings are small by their initialisation, and the first layer makes up for that.
-    growth.push({ group: g, value: found.mean.at(-1) / found.mean[found.mean.length > 2 ? 1 : 0] });
+    // Embeddings are small by their initialisation, and the first layer makes up for that: two factors, not one.
+    first.push({ group: g, value: found.mean[1] / found.mean[0] });
+    growth.push({ group: g, value: found.mean.at(-1) / found.mean[1] });
     ends.push({ group: g, value: found.mean.at(-1) });
   }
   if (!traces.length) return null;
-  const title = name === "radial/residual_rms" ? "The residual stream grows from the first to the last layer: " + perGroup(growth, (v) => short(v) + "×")
+  const title = name === "radial/residual_rms" ? "The residual stream grows from embedding to layer 1: " + perGroup(first, (v) => short(v) + "×") + "; from layer 1 to the last: " + perGroup(growth, (v) => short(v) + "×")
     : `${sentence(quantity(name).title)} at the last layer: ` + perGroup(ends);
   return { title, note: explained(name, "At the newest probe, mean over tokens and seeds" + (state.band !== "none" ? "; band: range of seeds." : ".")), groups: drawn, traces,
     layout: { uirevision: name + state.logY, xaxis: { title: { text: embedding ? "after layer (0 = embedding)" : "layer" }, ...wholeTicks(traces) },
@@ -64,19 +65,31 @@ FIGURES.growth = () => {
       hovertemplate: `predicted %{x:.3g}, measured %{y:.3g}<extra>${plain(DATA.groups[g].label)}, layer %{pointNumber}</extra>` });
     drawn.push(g);
     all.push(...x, ...y);
-    fits.push({ group: g, slope: slope ? mean(finalMean(g, slope) || []) : NaN, r2: r2 ? mean(finalMean(g, r2) || []) : NaN });
+    fits.push({ group: g, ...lineThrough(x, y), tokens: slope ? mean(finalMean(g, slope) || []) : NaN, r2Tokens: r2 ? mean(finalMean(g, r2) || []) : NaN });
   }
   if (!traces.length) return null;
   const from = Math.min(0, lowest(all)), to = Math.max(0, highest(all));
   traces.unshift({ type: "scatter", mode: "lines", x: [from, to], y: [from, to], line: { color: ink.soft, width: 1, dash: "dot" }, hoverinfo: "skip", meta: {} });
   const known = fits.filter((f) => Number.isFinite(f.slope)).slice(0, 4);
   return {
-    title: known.length ? "Slope of measured on predicted growth (R²): " + known.map((f) => `${DATA.groups[f.group].label} ${short(f.slope)} (${short(f.r2)})`).join(", ") : "Measured against predicted growth",
-    note: explained(name, "One point per layer (first and last numbered, deeper is stronger); dotted: measured = predicted." + (slope ? " Slope and R² are fitted over tokens, then averaged over layers." : "")),
+    title: known.length ? "Over layers, measured growth against predicted has slope (R²): " + known.map((f) => `${DATA.groups[f.group].label} ${short(f.slope)} (${short(f.r2)})`).join(", ") : "Measured against predicted growth",
+    note: explained(name, "One point per layer (first and last numbered, deeper is stronger); dotted: measured = predicted." + overTokens(fits)),
     groups: drawn, traces,
     layout: { xaxis: { title: { text: quantity(predicted).axis } }, yaxis: { title: { text: quantity(name).axis } } },
   };
 };
+
+// Least squares through the points that are drawn.
+function lineThrough(x, y) {
+  const at = x.map((v, i) => i).filter((i) => Number.isFinite(x[i]) && Number.isFinite(y[i])), mx = mean(at.map((i) => x[i])), my = mean(at.map((i) => y[i]));
+  const sum = (f) => at.reduce((total, i) => total + f(x[i] - mx, y[i] - my), 0), xx = sum((a) => a * a), yy = sum((a, b) => b * b), xy = sum((a, b) => a * b);
+  return at.length > 2 && xx > 0 && yy > 0 ? { slope: xy / xx, r2: (xy * xy) / (xx * yy) } : { slope: NaN, r2: NaN };
+}
+
+function overTokens(fits) {
+  const known = fits.filter((f) => Number.isFinite(f.tokens)).slice(0, 4);
+  return known.length ? " Over the tokens of a layer the slope (R²) is on average: " + known.map((f) => `${DATA.groups[f.group].label} ${short(f.tokens)} (${short(f.r2Tokens)})`).join(", ") + "." : "";
+}
 
 const MOST_MAPS = 12;
 // Blue below zero, red above, the paper's own colour at zero: told apart with every common kind of colour vision.
@@ -89,22 +102,28 @@ FIGURES.heat = () => {
   const groups = probed().filter((g) => finalMean(g, name)).slice(0, MOST_MAPS);
   if (!groups.length) return null;
   const all = groups.flatMap((g) => flat(finalMean(g, name))), low = lowest(all), high = highest(all);
-  const columns = Math.min(groups.length, 4), rows = Math.ceil(groups.length / columns), gapX = 0.05, gapY = 0.2 / rows;
+  // A quantity whose scale differs between blocks gets a scale per map, said in its label.
+  const within = quantity(name).within && groups.length > 1;
+  const scaleOf = (from, to) => (from < 0 && to > 0 ? { colorscale: aroundZero(), from: -Math.max(-from, to), to: Math.max(-from, to) } : { colorscale: "Cividis", from, to });
+  const shared = scaleOf(low, high);
+  const columns = Math.min(groups.length, narrow() ? 1 : innerWidth < 1000 ? 2 : 4), rows = Math.ceil(groups.length / columns), gapX = 0.05, gapY = 0.2 / rows;
   const width = (1 - gapX * (columns - 1)) / columns, height = (1 - gapY * (rows - 1)) / rows;
-  const layout = { annotations: [], margin: { l: 52, r: 12, t: 26, b: 42 }, coloraxis: {
-    ...(low < 0 && high > 0 ? { colorscale: aroundZero(), cmin: -Math.max(-low, high), cmax: Math.max(-low, high) } : { colorscale: "Cividis", cmin: low, cmax: high }),
+  const layout = { annotations: [], margin: { l: 52, r: 12, t: 26, b: 42 }, coloraxis: within ? undefined : { colorscale: shared.colorscale, cmin: shared.from, cmax: shared.to,
     colorbar: { thickness: 10, outlinewidth: 0, tickfont: { color: ink.soft, size: 11 }, title: { text: quantity(name).axis, side: "right", font: { size: 12, color: ink.soft } } } } };
   const traces = groups.map((g, i) => {
     const c = i % columns, r = Math.floor(i / columns), n = i ? String(i + 1) : "", x = c * (width + gapX), top = 1 - r * (height + gapY);
     layout["xaxis" + n] = { domain: [x, x + width], anchor: "y" + n, title: { text: r === rows - 1 || i + columns >= groups.length ? "head" : "" }, dtick: 1, showgrid: false, showline: false };
     layout["yaxis" + n] = { domain: [top - height, top], anchor: "x" + n, title: { text: c === 0 ? "layer" : "" }, dtick: 1, showgrid: false, showline: false };
-    layout.annotations.push({ text: plain(DATA.groups[g].label), x, y: top, xref: "paper", yref: "paper", xanchor: "left", yanchor: "bottom", showarrow: false, font: { size: 12, color: ink.text } });
-    return { type: "heatmap", z: finalMean(g, name), xaxis: "x" + n, yaxis: "y" + n, coloraxis: "coloraxis", xgap: 1, ygap: 1, meta: { group: g },
+    const values = flat(finalMean(g, name));
+    const scale = within ? { zmin: lowest(values), zmax: highest(values), colorscale: "Cividis", showscale: false } : { coloraxis: "coloraxis" };
+    const label = DATA.groups[g].label + (within ? ` (${short(lowest(values))} to ${short(highest(values))})` : "");
+    layout.annotations.push({ text: plain(label), x, y: top, xref: "paper", yref: "paper", xanchor: "left", yanchor: "bottom", showarrow: false, font: { size: 12, color: ink.text } });
+    return { type: "heatmap", z: finalMean(g, name), xaxis: "x" + n, yaxis: "y" + n, ...scale, xgap: 1, ygap: 1, meta: { group: g },
       hovertemplate: `layer %{y}, head %{x}: %{z:.4g}<extra>${plain(DATA.groups[g].label)}</extra>` };
   });
   const spreads = groups.map((g) => { const values = flat(finalMean(g, name)); return { group: g, value: highest(values) - lowest(values) }; });
   return { title: `${sentence(quantity(name).title)} differs between heads by up to: ` + perGroup(spreads), traces, layout, height: 60 + 230 * rows,
-    note: explained(name, "By layer and head at the newest probe, mean over tokens and seeds." + (probed().length > MOST_MAPS ? ` The first ${MOST_MAPS} shown groups.` : "")) };
+    note: explained(name, (within ? "Every map has its own colour scale. " : "") + "By layer and head at the newest probe, mean over tokens and seeds." + (probed().length > MOST_MAPS ? ` The first ${MOST_MAPS} shown groups.` : "")) };
 };
 
 // One line per group, per layer, or per head of one layer; `read(g)` gives [layer][head][x].

@@ -32,6 +32,7 @@ async function start() {
     ["depth", "growth", "heat", "lag", "trajectory"].forEach((id) => delete FIGURES[id]);
     $("#unprobed").hidden = false;
   }
+  buildRecords();
   const observer = new IntersectionObserver((entries) => {
     for (const entry of entries) {
       const id = entry.target.id;
@@ -48,6 +49,8 @@ async function start() {
   addEventListener("beforeprint", () => { printing(true); drawAll(); });
   addEventListener("afterprint", () => { printing(false); redraw(); });
   addEventListener("pagehide", remember);
+  // Figures are laid out for wide or narrow screens: draw again when that changes (a phone was turned).
+  for (const width of [620, 1000]) matchMedia(`(max-width: ${width}px)`).addEventListener("change", redraw);
   if (DATA.reload) live();
   document.documentElement.dataset.ready = "yes";
 }

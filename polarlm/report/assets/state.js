@@ -3,7 +3,7 @@
 
 const BANDS = ["range", "interval", "none"];
 const state = {
-  axis: "tokens", logX: false, logY: false, each: true, band: "range", smoothing: 0.6, theme: null,
+  axis: "tokens", logX: false, logY: false, each: true, band: "interval", smoothing: 0.6, theme: null,
   hidden: [],        // addresses of runs (names may repeat)
   chosen: {},        // figure → select class → value
   scroll: 0, paused: false,
@@ -38,8 +38,9 @@ function applyTheme(dark = isDark()) {
   document.documentElement.dataset.theme = dark ? "dark" : "light";
   const style = getComputedStyle(document.documentElement);
   const read = (name) => style.getPropertyValue(name).trim();
-  Object.assign(ink, { text: read("--ink"), soft: read("--soft"), grid: read("--grid"), line: read("--line"), paper: read("--paper"), raised: read("--raised") });
-  ink.groups = DATA.groups.map((g) => mix(read("--c" + g.colour), ink.paper, g.shade));
+  Object.assign(ink, { text: read("--ink"), soft: read("--soft"), grid: read("--grid"), line: read("--line"), paper: read("--paper"), raised: read("--raised"), grey: read("--c0"), accent: read("--accent"), better: read("--better"), worse: read("--worse") });
+  // Unequal budgets are greyed: their curves are shown and not blended in.
+  ink.groups = DATA.groups.map((g) => (g.unequal ? mix(ink.line, ink.soft, 0.35) : mix(read("--c" + g.colour), ink.paper, g.shade)));
   document.querySelectorAll("[data-swatch]").forEach((s) => { s.style.borderColor = ink.groups[s.dataset.swatch]; });
 }
 
@@ -129,6 +130,6 @@ function syncToolbar() {
   $("#log-x").checked = state.logX;
   $("#log-y").checked = state.logY;
   $("#each").checked = state.each;
-  $("#band").value = BANDS.includes(state.band) ? state.band : "range";
+  $("#band").value = BANDS.includes(state.band) ? state.band : "interval";
   $("#smoothing").value = state.smoothing;
 }

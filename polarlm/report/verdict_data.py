@@ -1,0 +1,106 @@
+"""The judgement as the page draws it: a forest of differences, a response curve, a waterfall."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from scipy import stats
+
+from polarlm.verdict.comparison import NOT_SHOWN, Comparison
+from polarlm.verdict.evidence import ALPHA
+from polarlm.verdict.groups import Group, short_key, varied_number
+from polarlm.verdict.judgement import UNEQUAL, Judged, Judgement, seed_losses
+from polarlm.verdict.power import seeds_to_decide, smallest_effect
+
+# A parameter that spans more than this is drawn on a logarithmic axis.
+DECADES_FROM = 20.0
+
+
+def verdict_data(groups: Sequence[Group], judgement: Judgement) -> dict[str, Any]:
+    """What the figures of the verdict draw; parts that do not apply are None."""
+    most = max((len(set(group.seeds)) for group in groups), default=1)
+    return {
+        "forest": _forest(judgement),
+        "response": _response(groups, judgement),
+        "waterfall": _waterfall(judgement),
+        "margin": judgement.margin,
+        "lowerIsBetter": judgement.measure.lower_is_better,
+        # Half-widths of the bands are those of the table: Student's t by degrees of freedom.
+        "t": [None, *(float(stats.t.isf(ALPHA / 2, df)) for df in range(1, most + 1))],
+    }
+
+
+def _forest(judgement: Judgement) -> list[dict[str, Any]] | None:
+    rows = [_row(index, row) for index, row in enumerate(judgement.rows) if row.comparison is not None]
+    return rows if any(row["low"] is not None for row in rows) else None
+
+
+def _row(index: int, judged: Judged) -> dict[str, Any]:
+    c = judged.comparison
+    assert c is not None
+    detectable = smallest_effect(c.evidence, ALPHA / c.family) if c.evidence else None
+    more = None
+    if judged.outcome == NOT_SHOWN and c.evidence and not any(c.diverged):
+        wanted = seeds_to_decide(c)
+        more = f"+{wanted - c.difference.n} seeds would decide" if wanted else "over 200 seeds to decide"
+    return {
+        "group": index,
+        "baseline": c.baseline,
+        "outcome": judged.outcome,
+        "grey": judged.role == UNEQUAL,
+        "n": c.difference.n,
+        "detectable": detectable,
+        "more": more,
+        **_interval(c),
+    }
+
+
+def _interval(c: Comparison) -> dict[str, Any]:
+    ends = c.simultaneous or (None, None)
+    return {
+        "mean": c.difference.mean if math.isfinite(c.difference.mean) else None,
+        "low": c.difference.low,
+        "high": c.difference.high,
+        # null: an open end, known only to lie beyond zero
+        "all": None if c.simultaneous is None else [e if e is not None and math.isfinite(e) else None for e in ends],
+        "p": c.p_adjusted,
+    }
+
+
+def _response(groups: Sequence[Group], judgement: Judgement) -> dict[str, Any] | None:
+    """Loss against the one number that varies."""
+    key = varied_number(groups)
+    if key is None:
+        return None
+    points: list[dict[str, Any]] = []
+    for index, (group, row) in enumerate(zip(groups, judgement.rows)):
+        value = group.varied.get(key)
+        estimate = row.estimates[judgement.metric]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not estimate.n:
+            continue
+        seeds = [v for v in seed_losses(group, judgement.measure).values() if math.isfinite(v)]
+        shown = [math.exp(v) for v in seeds] if judgement.measure.is_log else seeds
+        ends = {"mean": estimate.mean, "low": estimate.low, "high": estimate.high}
+        points.append({"group": index, "x": value, "seeds": shown, "baseline": row.role == "baseline", **ends})
+    values = [point["x"] for point in points]
+    if len(set(values)) < 3:
+        return None
+    log = min(values) > 0 and max(values) / min(values) >= DECADES_FROM
+    return {"key": key, "name": short_key(key), "log": log, "points": points}
+
+
+def _waterfall(judgement: Judgement) -> list[dict[str, Any]] | None:
+    """Every step of a ladder with the level it starts from."""
+    steps = []
+    for step in judgement.steps:
+        level = judgement.rows[step.before].estimates[judgement.metric]
+        steps.append(
+            {
+                "group": step.group,
+                "before": step.before,
+                "level": level.mean if level.n else None,
+                "outcome": step.comparison.outcome,
+                **_interval(step.comparison),
+            }
+        )
+    return steps or None
