@@ -28,7 +28,7 @@ class _Signals(list):
 
     def append(self, record: Record) -> None:
         rotates = bool(getattr(self.mixers[len(self.kept)], "rotate_values", False))
-        layer = read_layer(record, rotates_values=rotates, rope_base=self.rope_base, documents=self.documents)
+        layer = read_layer(record, rotates_values=rotates, documents=self.documents)
         # (B, T) and, averaged over heads, (B, T)
         self.kept.append((layer.magnitude.clamp_min(TINY).log(), layer.log_evidence.mean(1)))
 
