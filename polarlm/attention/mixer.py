@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-INIT_STD = 0.02  # GPT-2's standard deviation for every matrix
+from polarlm.attention.initialisation import Initialisation
+
 Rotary = tuple[Tensor, Tensor]  # cosine and sine tables (T, rotary_dim/2), or (B, T, rotary_dim/2) with documents
 Record = dict[str, Any]
 
@@ -29,7 +30,13 @@ class MixerShape:
     dropout: float = 0.0
     norm_eps: float = 1e-6
     rope_base: float = 10000.0
-    stream_std: float = INIT_STD  # RMS of a fresh residual stream where it enters the first layer
+    stream_std: float = 0.02  # RMS of a fresh residual stream where it enters the first layer
+    init: str = "width"  # Initialisation.kind
+
+    @property
+    def initial(self) -> Initialisation:
+        """How large this model's fresh matrices are."""
+        return Initialisation(self.init, self.n_layer)
 
 
 class KeyValueCache:
@@ -103,18 +110,6 @@ class Mixer(nn.Module):
     def flops_per_token(self, context: int) -> int:
         """Forward floating-point operations per token, averaged over the causal positions of a context."""
         raise NotImplementedError
-
-
-def linear(d_in: int, d_out: int, std: float = INIT_STD) -> nn.Linear:
-    """A bias-free linear map with normally distributed weights."""
-    layer = nn.Linear(d_in, d_out, bias=False)
-    nn.init.normal_(layer.weight, std=std)
-    return layer
-
-
-def residual_std(n_layer: int, std: float = INIT_STD) -> float:
-    """GPT-2's scaled initialisation: 2L maps add to the residual stream, so each gets 1/sqrt(2L) of the deviation."""
-    return std / (2 * n_layer) ** 0.5
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:

@@ -28,7 +28,8 @@ from polarlm.attention.estimator import (
     scalar,
 )
 from polarlm.attention.filter import record_estimate, robust_flops
-from polarlm.attention.frequencies import Frequencies
+from polarlm.attention.frequencies import Frequencies, Turns
+from polarlm.attention.initialisation import linear
 from polarlm.attention.kernels import (
     KERNELS,
     RADIAL_CORRELATIONS,
@@ -40,13 +41,10 @@ from polarlm.attention.kernels import (
 )
 from polarlm.attention.lean import on_sphere, rotate
 from polarlm.attention.mixer import (
-    INIT_STD,
     KeyValueCache,
     Mixer,
     MixerShape,
     TokenContext,
-    linear,
-    residual_std,
     split_heads,
 )
 from polarlm.attention.polar_step import check_retraction, directional_step, radial_step
@@ -136,12 +134,12 @@ class PolarAttention(Mixer):
 
         d, heads, groups, size = shape.d_model, shape.n_head, shape.n_kv_head, self.rotary_dim
         # Un-normalised q and k must come out at radius sqrt(d_h) by themselves.
-        qk_std = (2 * d) ** -0.5 if norm_position == "pre" else INIT_STD
+        qk_std = (2 * d) ** -0.5 if norm_position == "pre" else shape.initial.hidden(d)
         self.qk = linear(d, (heads + groups) * size, qk_std) if kernel != "gaussian" else None
-        self.v = linear(d, groups * size, d**-0.5)  # m starts at 1 on a unit-RMS input
+        self.v = linear(d, groups * size, d**-0.5)  # under any convention: m starts at 1 on a unit-RMS input
         if not value_weight_decay:  # v is normalised: decay would only let m drift
             self.v.optim_group = "no_decay"  # type: ignore[assignment]
-        self.out = linear(heads * size, d, residual_std(shape.n_layer))
+        self.out = linear(heads * size, d, shape.initial.residual(heads * size))
         # One gain per channel, shared by the heads, as in QK-norm; the paper has none (|q| = |k| = r).
         learned_gain = choice("norm_gain", norm_gain, ("none", "channel")) == "channel" and self.qk is not None
         self.q_gain = nn.Parameter(torch.ones(size)) if learned_gain else None
@@ -173,7 +171,7 @@ class PolarAttention(Mixer):
         parameters = self.estimator.read()
         q, k, v, m = self._project(x, parameters)  # step 1
 
-        turns = self.frequencies(context)  # step 2
+        turns: Turns = self.frequencies(context)  # step 2
         q_turned, k_turned = rotate(q, *turns.queries), rotate(k, *turns.keys)
         v_turned = rotate(v, *turns.keys) if self.rotate_values else v
         m_seen = m
@@ -208,8 +206,9 @@ class PolarAttention(Mixer):
         own = (v if group == 1 else v.repeat_interleave(group, dim=1)).transpose(1, 2).to(wide)
         mean, log_evidence = v_bar.transpose(1, 2).to(wide), output.log_evidence.transpose(1, 2)
         tangent = project(own, mean, log_evidence, self.projection, self.evidence_clamp)
-        options = dict(alpha_over_m=self.alpha_over_m, retraction=self.retract)
-        step = directional = directional_step(own, mean, tangent, m, parameters["alpha"], **options)
+        step = directional = directional_step(
+            own, mean, tangent, m, parameters["alpha"], alpha_over_m=self.alpha_over_m, retraction=self.retract
+        )
         if output.m_bar is not None:
             delta_m = output.m_bar - m
             step = directional + radial_step(own, m, directional, parameters["beta"] * delta_m, retraction=self.retract)
@@ -298,9 +297,7 @@ class PolarAttention(Mixer):
 
     def _stream_rms(self) -> float:
         """RMS of a fresh model's residual stream where this layer reads it: embedding plus what came before."""
-        # An attention adds W_o of values with channel RMS about 0.6, a feed-forward about INIT_STD.
-        attention = 0.6 * (self.shape.d_model / (2 * self.shape.n_layer)) ** 0.5
-        return math.hypot(self.shape.stream_std, INIT_STD * (self.shape.layer * (attention**2 + 1)) ** 0.5)
+        return math.hypot(self.shape.stream_std, self.shape.initial.added_rms(self.shape.d_model, self.shape.layer))
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> KeyValueCache:
         """Rotated keys, values and their magnitudes."""

@@ -16,14 +16,13 @@ from torch.nn import functional
 
 from polarlm.attention.estimator import Estimator, refuse_noiseless, scalar
 from polarlm.attention.filter import LOGIT_FLOPS
+from polarlm.attention.initialisation import linear
 from polarlm.attention.mixer import (
     KeyValueCache,
     Mixer,
     MixerShape,
     TokenContext,
-    linear,
     mean_visible,
-    residual_std,
 )
 from polarlm.geometry import rotate
 from polarlm.geometry.precision import log_kappa, log_kappa_tilde, log_rho, log_rho_tilde
@@ -57,8 +56,8 @@ class PolarLiteralAttention(Mixer):
     ) -> None:
         super().__init__(shape)
         d = shape.d_model
-        self.qkv = linear(d, 3 * self.rotary_dim)
-        self.out = linear(self.rotary_dim, d, residual_std(shape.n_layer))
+        self.qkv = linear(d, 3 * self.rotary_dim, shape.initial.hidden(d))
+        self.out = linear(self.rotary_dim, d, shape.initial.residual(self.rotary_dim))
         given = dict(nu_t=nu_t, nu_r=nu_r, eta_tq=eta_tq, eta_tk=eta_tk, eta_rq=eta_rq, eta_rk=eta_rk)
         given |= dict(sigma_t0=sigma_t0, sigma_r0=sigma_r0, m_inf=m_inf, mu=mu, alpha=alpha, beta=beta, radius=radius)
         values = {name: scalar(name, value) for name, value in given.items()}

@@ -21,17 +21,15 @@ from polarlm.attention.estimator import (
     refuse_noiseless,
 )
 from polarlm.attention.filter import record_estimate, robust_flops
-from polarlm.attention.frequencies import Frequencies
+from polarlm.attention.frequencies import Frequencies, Turns
+from polarlm.attention.initialisation import linear
 from polarlm.attention.kernels import KERNELS, DirectionalNoise, RobustCall, robust_attention
 from polarlm.attention.lean import on_sphere, rotate
 from polarlm.attention.mixer import (
-    INIT_STD,
     Mixer,
     MixerShape,
     TokenContext,
-    linear,
     merge_heads,
-    residual_std,
     split_heads,
 )
 
@@ -73,13 +71,13 @@ class RobustFilterAttention(Mixer):
         self.decay_keys, self.decay_values, self.backend = decay_keys, decay_values, backend
         self.frequencies = Frequencies(frequencies, shape, shape.head_dim)
         self.heads = (shape.n_head, shape.n_kv_head, shape.n_kv_head)  # of q, k, v
-        self.qkv = linear(shape.d_model, sum(self.heads) * shape.head_dim)
-        self.out = linear(shape.n_head * shape.head_dim, shape.d_model, residual_std(shape.n_layer))
+        self.qkv = linear(shape.d_model, sum(self.heads) * shape.head_dim, shape.initial.hidden(shape.d_model))
+        inner = shape.n_head * shape.head_dim
+        self.out = linear(inner, shape.d_model, shape.initial.residual(inner))
         if not qk_norm:  # then the weights themselves must give |q|^2 = d_h on a unit-RMS input
             with torch.no_grad():
-                self.qkv.weight[: (shape.n_head + shape.n_kv_head) * shape.head_dim] *= (
-                    2 * shape.d_model
-                ) ** -0.5 / INIT_STD
+                queries_and_keys = self.qkv.weight[: (shape.n_head + shape.n_kv_head) * shape.head_dim]
+                queries_and_keys *= (2 * shape.d_model) ** -0.5 / shape.initial.hidden(shape.d_model)
 
         heads = shape.n_head
         values = {"nu": per_head("nu", nu, heads), "tau": per_head("tau", tau, heads)}
@@ -99,7 +97,7 @@ class RobustFilterAttention(Mixer):
         if self.qk_norm:  # |q|^2 = |k|^2 = d_h complex modes: half a unit per real channel
             _, q = on_sphere(q, 0.5**0.5)
             _, k = on_sphere(k, 0.5**0.5)
-        turns = self.frequencies(context)
+        turns: Turns = self.frequencies(context)
         q_turned, k_turned = rotate(q, *turns.queries), rotate(k, *turns.keys)
         v_turned = rotate(v, *turns.keys) if self.rotate_values else v
         if context.cache is not None:

@@ -6,16 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polarlm.attention.frequencies import Frequencies
+from polarlm.attention.frequencies import Frequencies, Turns
+from polarlm.attention.initialisation import linear
 from polarlm.attention.lean import rotate
 from polarlm.attention.mixer import (
     Mixer,
     MixerShape,
     TokenContext,
-    linear,
     mean_visible,
     merge_heads,
-    residual_std,
     split_heads,
 )
 from polarlm.geometry.robust import causal_mask
@@ -35,8 +34,9 @@ class StandardAttention(Mixer):
         self.frequencies = Frequencies(frequencies, shape, shape.head_dim)
         self.rotate_values = rotate_values
         self.heads = (shape.n_head, shape.n_kv_head, shape.n_kv_head)  # of q, k, v
-        self.qkv = linear(shape.d_model, sum(self.heads) * shape.head_dim)
-        self.out = linear(shape.n_head * shape.head_dim, shape.d_model, residual_std(shape.n_layer))
+        self.qkv = linear(shape.d_model, sum(self.heads) * shape.head_dim, shape.initial.hidden(shape.d_model))
+        inner = shape.n_head * shape.head_dim
+        self.out = linear(inner, shape.d_model, shape.initial.residual(inner))
         # One gain per channel, shared by the heads, as in the published models that use QK-norm.
         self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if qk_norm else None
         self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if qk_norm else None
@@ -49,7 +49,7 @@ class StandardAttention(Mixer):
             wide = torch.promote_types(v.dtype, torch.float32)  # norms are fp32 or better
             q, k = self.q_norm(q.to(wide)).to(v.dtype), self.k_norm(k.to(wide)).to(v.dtype)
         own = v  # the query tokens' own values, in their own frame
-        turns = self.frequencies(context)
+        turns: Turns = self.frequencies(context)
         q_turned, k_turned = rotate(q, *turns.queries), rotate(k, *turns.keys)
         v_turned = rotate(v, *turns.keys) if self.rotate_values else v
         if context.cache is not None:

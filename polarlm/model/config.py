@@ -24,6 +24,8 @@ class GPTConfig:
     dropout: float = 0.0
     rope_base: float = 10000.0
     norm_eps: float = 1e-6
+    init: str = "width"  # deviation of fresh matrices: width (1/sqrt of the inputs) | gpt2 (0.02)
+    frame: str = "pre"  # where the stream is normalised: pre (before each branch) | post (after each addition)
     checkpointing: bool = False  # recompute each block in the backward pass instead of storing it
 
     def __post_init__(self) -> None:
@@ -46,6 +48,9 @@ class GPTConfig:
                 f"the head size {self.head_size} (model.head_dim, or d_model/n_head = {self.d_model}/{self.n_head}) is "
                 "odd; rotary positions turn pairs of channels, so choose an even one."
             )
+        for key, allowed in (("init", ("width", "gpt2")), ("frame", ("pre", "post"))):
+            if getattr(self, key) not in allowed:
+                raise UserError(f"model.{key} is {getattr(self, key)!r}; allowed: {', '.join(allowed)}.")
         if not 0 <= self.dropout < 1:
             raise UserError(f"model.dropout is {self.dropout}; it must be in [0, 1).")
         if self.ffn_mult <= 0:

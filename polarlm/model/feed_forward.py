@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polarlm.attention.mixer import linear, residual_std
+from polarlm.attention.initialisation import Initialisation, linear
 from polarlm.errors import UserError
 
 SWIGLU_MULTIPLE = 32  # hidden sizes that matrix units like
@@ -14,11 +14,11 @@ SWIGLU_MULTIPLE = 32  # hidden sizes that matrix units like
 class GeluFeedForward(nn.Module):
     """W_down gelu(W_up x), hidden size mult*d."""
 
-    def __init__(self, d_model: int, mult: float, n_layer: int) -> None:
+    def __init__(self, d_model: int, mult: float, init: Initialisation) -> None:
         super().__init__()
         self.hidden = int(mult * d_model)
-        self.up = linear(d_model, self.hidden)
-        self.down = linear(self.hidden, d_model, residual_std(n_layer))
+        self.up = linear(d_model, self.hidden, init.hidden(d_model))
+        self.down = linear(self.hidden, d_model, init.residual(self.hidden))
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, d) -> (B, T, d)."""
@@ -28,11 +28,11 @@ class GeluFeedForward(nn.Module):
 class SwiGLUFeedForward(nn.Module):
     """W_down (silu(W_gate x) * W_up x); hidden size 2/3 mult*d, so that three matrices cost as much as GELU's two."""
 
-    def __init__(self, d_model: int, mult: float, n_layer: int) -> None:
+    def __init__(self, d_model: int, mult: float, init: Initialisation) -> None:
         super().__init__()
         self.hidden = -(-int(mult * d_model * 2 / 3) // SWIGLU_MULTIPLE) * SWIGLU_MULTIPLE
-        self.gate_up = linear(d_model, 2 * self.hidden)
-        self.down = linear(self.hidden, d_model, residual_std(n_layer))
+        self.gate_up = linear(d_model, 2 * self.hidden, init.hidden(d_model))
+        self.down = linear(self.hidden, d_model, init.residual(self.hidden))
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, d) -> (B, T, d)."""
@@ -43,8 +43,8 @@ class SwiGLUFeedForward(nn.Module):
 FEED_FORWARDS = {"gelu": GeluFeedForward, "swiglu": SwiGLUFeedForward}
 
 
-def build_feed_forward(kind: str, d_model: int, mult: float, n_layer: int) -> nn.Module:
+def build_feed_forward(kind: str, d_model: int, mult: float, init: Initialisation) -> nn.Module:
     """The feed-forward named by `model.ffn`."""
     if kind not in FEED_FORWARDS:
         raise UserError(f"model.ffn is {kind!r}; allowed: {', '.join(FEED_FORWARDS)}.")
-    return FEED_FORWARDS[kind](d_model, mult, n_layer)
+    return FEED_FORWARDS[kind](d_model, mult, init)

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from polarlm.attention.mixer import INIT_STD, KeyValueCache, Mixer, MixerShape, Record, Rotary, TokenContext, linear
+from polarlm.attention.initialisation import GPT2_STD, Initialisation, linear
+from polarlm.attention.mixer import KeyValueCache, Mixer, MixerShape, Record, Rotary, TokenContext
 from polarlm.geometry import rotary_tables
 from polarlm.model.block import Block
 from polarlm.model.config import GPTConfig
@@ -38,7 +40,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = c = config
         self.embedding = nn.Embedding(c.vocab_size, c.d_model)
-        std = embedding_std(c.vocab_size, c.d_model, c.tie_embeddings)
+        std = embedding_std(c.vocab_size, c.d_model, c.tie_embeddings, c.init)
         nn.init.normal_(self.embedding.weight, std=std)
         self.dropout = nn.Dropout(c.dropout)
         self.blocks = nn.ModuleList(self._block(layer, mixer, std) for layer in range(c.n_layer))
@@ -59,10 +61,11 @@ class GPT(nn.Module):
             dropout=c.dropout,
             norm_eps=c.norm_eps,
             rope_base=c.rope_base,
-            stream_std=stream_std,
+            stream_std=stream_std if c.frame == "pre" else 1.0,
+            init=c.init,
         )
-        feed_forward = build_feed_forward(c.ffn, c.d_model, c.ffn_mult, c.n_layer)
-        return Block(mixer(shape), feed_forward, c.d_model, c.dropout, c.norm_eps)
+        feed_forward = build_feed_forward(c.ffn, c.d_model, c.ffn_mult, shape.initial)
+        return Block(mixer(shape), feed_forward, c.d_model, c.dropout, c.norm_eps, c.frame)
 
     def _blocks(self) -> list[Block]:
         return cast(list[Block], list(self.blocks))
@@ -93,7 +96,10 @@ class GPT(nn.Module):
             raise ValueError(f"documents {tuple(documents.shape)} must have the shape of tokens {tuple(tokens.shape)}")
         positions = self._positions(tokens, documents, cache)
         rotary = self._rotary(positions)
-        x = self.dropout(self.embedding(tokens))
+        x = self.embedding(tokens)
+        if self.config.frame == "post":  # every block of this frame gets a normalised stream, the first one too
+            x = F.rms_norm(x, x.shape[-1:], eps=self.config.norm_eps)
+        x = self.dropout(x)
         for layer, block in enumerate(self._blocks()):
             context = TokenContext(
                 rotary,
@@ -152,16 +158,16 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
 
-def embedding_std(vocab_size: int, d_model: int, tied: bool) -> float:
+def embedding_std(vocab_size: int, d_model: int, tied: bool, init: str = "width") -> float:
     """Deviation of embedding and output rows: 0.02, or less where a fresh loss would exceed ln V by 2 %."""
     nats = 0.01 * math.log(max(vocab_size, 2))  # what each of two effects may cost
     # A logit of variance d std^2 costs half of it.
-    std = min(INIT_STD, (2 * nats / d_model) ** 0.5)
+    std = min(GPT2_STD, (2 * nats / d_model) ** 0.5)
     if tied:
         # A tied state still holds its own token: that logit is a = d std cos and costs log(1 + (e^a - 1)/V). The blocks
-        # add about d INIT_STD^2/4 to every channel, so cos = std / hypot(std, added); the largest a, solved for std.
+        # add to every channel, so cos = std / hypot(std, added); the largest a, solved for std.
         half = math.log1p(vocab_size * math.expm1(nats)) / 2
-        added = d_model * INIT_STD**2 / 4
+        added = Initialisation().added_rms(d_model, 1) if init == "width" else d_model * GPT2_STD**2 / 4
         std = min(std, (2 * half * (half + math.hypot(half, d_model * added))) ** 0.5 / d_model)
     return std
 

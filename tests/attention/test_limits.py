@@ -46,9 +46,6 @@ def constant_precision(**switches) -> PolarAttention:
 
 def copy_weights(standard: StandardAttention, polar: PolarAttention) -> None:
     with torch.no_grad():
-        for parameter in standard.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(8.0)
         split = polar.qk.weight.shape[0]
         polar.qk.weight.copy_(standard.qkv.weight[:split])
         polar.v.weight.copy_(standard.qkv.weight[split:])

@@ -51,9 +51,9 @@ def build(mixer: Callable) -> Callable[..., GPT]:
 def stir(model: torch.nn.Module) -> torch.nn.Module:
     """Make scores, gains and noises differ between heads, so that a mistake cannot hide behind symmetry."""
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(3.0)
-            else:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
+            elif "embedding" in name or "head" in name:
+                parameter.mul_(3.0)
     return model

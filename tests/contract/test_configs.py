@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 from tests.contract.conftest import BLOCKS, CONFIGS
 
 SWEEPS = sorted(path.stem for path in (CONFIGS / "sweep").glob("*.yaml"))
-LADDER = ["polar_constant", "polar_rotated", "polar_sphere", "polar_magnitude", "polar_decay", "polar_student"]
-LADDER += ["polar_tangent", "polar"]
+LADDER = ["polar_constant", "polar_distance", "polar_radius", "polar_scalars", "polar_rotated", "polar_sphere"]
+LADDER += ["polar_undecayed", "polar_magnitude", "polar_decay", "polar_student", "polar_tangent", "polar_paper"]
 
 
 def block_config(name: str) -> dict:
