@@ -105,6 +105,12 @@ def decay_rates(name: str, mu: Value, spread: bool, heads: int) -> Tensor:
     return torch.cat((torch.zeros(zeros, dtype=torch.float64), rates[zeros:] * 10**fraction))
 
 
+def slowest_instead_of_none(rates: Tensor) -> Tensor:
+    """Decay rates with the smallest positive one in place of zeros; all zero stays so."""
+    positive = rates[rates > 0]
+    return rates if not positive.numel() else torch.where(rates > 0, rates, positive.min())
+
+
 def matched_variance(kernel: str, head_dim: int, nu: Tensor, tau: Tensor, numerator: float = 1.0) -> Tensor:
     """Total noise variance that gives a fresh block the logit range of QK-normed dot-product attention (section 5).
 

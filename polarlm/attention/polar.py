@@ -156,6 +156,8 @@ class PolarAttention(Mixer):
         given = {"nu_r": nu_r, "eta_rq": eta_rq, "eta_rk": eta_rk, "sigma_r0": sigma_r0, "alpha": alpha, "beta": beta}
         values |= {name: scalar(name, value) for name, value in given.items()}
         refuse_noiseless(values, "eta_tk", "sigma_t0")
+        unbounded = (values["sigma_t0"] == 0) & (values["mu"] > 0) & (values["m_inf"] > 0)
+        self.bounded = not bool(unbounded.any())
         refuse_noiseless(values, "eta_rk", "sigma_r0")
         values["gain"] = torch.tensor(1 / self._stream_rms())
         used = {name: value for name, value in values.items() if name not in self.without_effect()}
@@ -192,6 +194,7 @@ class PolarAttention(Mixer):
             radial_mode="off" if self.radial == "none" else self.radial,
             radial=self._radial_noise(parameters),
             radial_correlation=self.radial_correlation,
+            bounded=self.bounded,
             documents=context.documents,
             dropout=self.shape.dropout if self.training else 0.0,
             return_weights=record is not None,

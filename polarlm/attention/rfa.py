@@ -19,6 +19,7 @@ from polarlm.attention.estimator import (
     matched_variance,
     per_head,
     refuse_noiseless,
+    slowest_instead_of_none,
 )
 from polarlm.attention.filter import record_estimate, robust_flops
 from polarlm.attention.frequencies import Frequencies, Turns
@@ -36,13 +37,15 @@ from polarlm.attention.mixer import (
 PARAMETERS = ("nu", "eta_q", "eta_k", "sigma_0", "sigma_process", "mu", "tau")
 # Shares of a matched total variance: RFA starts "integrative", with measurement noise above process and floor.
 SHARES = {"eta_k": 0.45, "eta_q": 0.45, "sigma_0": 0.1, "sigma_process": 0.045}
+SLOWEST_DECAY = 1e-6  # per token: E differs from 1 by less than 1e-3 over a thousand tokens
 
 
 class RobustFilterAttention(Mixer):
     """RFA: L = log P - (nu+1) log(1 + P~ |q - E k|^2 / (nu d)), A = softmax L, v_bar = sum_j A_ij E_ij v_j.
 
     Noises left as None share the total variance that matches the logit range of QK-normed attention.
-    `sigma_process` is the stationary deviation sigma/sqrt(2 mu) of the process.
+    `sigma_process` is the deviation sigma that the process gathers per square root of a token: it adds the variance
+    sigma^2 (1 - E^2)/2mu, which tends to sigma^2/2mu at long lags and is sigma^2 lag in a head without decay.
     """
 
     def __init__(
@@ -83,10 +86,14 @@ class RobustFilterAttention(Mixer):
         values = {"nu": per_head("nu", nu, heads), "tau": per_head("tau", tau, heads)}
         total = matched_variance(kernel, shape.head_dim, values["nu"], values["tau"])
         given = {"eta_k": eta_k, "eta_q": eta_q, "sigma_0": sigma_0, "sigma_process": sigma_process}
-        for name, value in given.items():
-            values[name] = (SHARES[name] * total).sqrt() if value is None else per_head(name, value, heads)
-        refuse_noiseless(values, "eta_k", "sigma_0")
         values["mu"] = decay_rates("mu", mu, mu_spread, heads)
+        shares = {name: share * total for name, share in SHARES.items()}
+        shares["sigma_process"] *= 2 * slowest_instead_of_none(values["mu"])  # given as what it comes to at long lags
+        for name, value in given.items():
+            values[name] = shares[name].sqrt() if value is None else per_head(name, value, heads)
+        refuse_noiseless(values, "eta_k", "sigma_0")
+        floor = values["sigma_0"].square() + values["sigma_process"].square()
+        self.bounded = not bool(((floor == 0) & (values["mu"] > 0)).any())
         unused = {"student": ["tau"], "exponential": ["nu"], "gaussian": ["nu", "tau", "eta_q"]}[kernel]
         self.estimator = Estimator({n: v for n, v in values.items() if n not in unused}, frozen, PARAMETERS)
 
@@ -112,6 +119,7 @@ class RobustFilterAttention(Mixer):
             kernel=self.kernel,
             decay_keys=self.decay_keys,
             decay_values=self.decay_values,
+            bounded=self.bounded,
             documents=context.documents,
             dropout=self.shape.dropout if self.training else 0.0,
             return_weights=record is not None,
@@ -124,16 +132,19 @@ class RobustFilterAttention(Mixer):
         return self.out(merge_heads(v_bar))
 
     def _noise(self, parameters: dict[str, Tensor]) -> DirectionalNoise:
-        zero = torch.zeros_like(parameters["mu"])
+        mu = parameters["mu"]
+        zero, process2 = torch.zeros_like(mu), parameters["sigma_process"].square()
+        # sigma^2 (1 - E^2)/2mu -> sigma^2 lag: a head without decay, but with a process, decays this little instead.
+        mu = torch.where(process2 > 0, mu.clamp_min(SLOWEST_DECAY), mu)
         return DirectionalNoise(
-            mu=parameters["mu"],
+            mu=mu,
             eta_k2=parameters["eta_k"].square(),
             eta_q2=parameters["eta_q"].square() if "eta_q" in parameters else zero,
             sigma02=parameters["sigma_0"].square(),
             m_inf2=zero,
             nu=parameters.get("nu"),
             tau=parameters.get("tau"),
-            process2=parameters["sigma_process"].square(),
+            process2=process2 / (2 * mu.clamp_min(SLOWEST_DECAY)),
         )
 
     def flops_per_token(self, context: int) -> int:

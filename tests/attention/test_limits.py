@@ -185,13 +185,27 @@ def test_rfa_follows_appendix_a_literally():  # K12: an independent transcriptio
     phase = torch.exp(-1j * lag[..., None] * frequencies)
     decay = torch.exp(-p["mu"] * lag.abs())
     residual = q[..., :, None, :] - decay[..., None] * phase * k[..., None, :, :]
-    variance = p["sigma_process"] ** 2 * (1 - decay**2) + p["eta_k"] ** 2 * decay**2 + p["sigma_0"] ** 2
+    gathered = torch.where(p["mu"] > 0, (1 - decay**2) / (2 * p["mu"].clamp_min(1e-9)), lag.abs())
+    variance = p["sigma_process"] ** 2 * gathered + p["eta_k"] ** 2 * decay**2 + p["sigma_0"] ** 2
     distance = residual.abs().square().sum(-1) / (variance + p["eta_q"] ** 2) / (SIZE // 2)
     logits = -variance.log() - (p["nu"] + 1) * torch.log(1 + distance / p["nu"])
     weights = logits.masked_fill(lag < 0, float("-inf")).softmax(-1)
     v_bar = ((weights * decay)[..., None] * phase * v[..., None, :, :]).sum(-2)
     torch.testing.assert_close(record["weights"].double(), weights, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(record["v_bar"].double(), torch.cat((v_bar.real, v_bar.imag), -1), atol=1e-6, rtol=1e-4)
+
+
+def test_rfas_process_noise_tends_to_free_diffusion_as_decay_vanishes():
+    # One head each: fast, slow, hardly, not at all; the same sigma.
+    mixer = RobustFilterAttention(shape(), mu=[1e-1, 1e-3, 1e-5, 0.0], sigma_process=0.1, eta_k=0.3, sigma_0=0.2)
+    record: dict = {}
+    mixer(torch.randn(1, 64, WIDTH), TokenContext(rotary_tables(torch.arange(64), SIZE), record=record))
+    lag = torch.arange(64).double()
+    free = -(0.3**2 + 0.2**2 + 0.1**2 * lag).log()
+    found = record["log_kappa"][0, :, -1].flip(-1).double()
+    gaps = (found - free).abs().amax(-1)
+    assert gaps[0] > 0.5 > gaps[1] > gaps[2] > gaps[3]
+    assert gaps[3] < 1e-3
 
 
 def test_with_one_head_all_projections_agree():  # H3 as a block

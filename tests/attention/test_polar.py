@@ -255,6 +255,19 @@ def test_bad_switches_say_what_is_allowed(switches, words):
     assert all(word in str(error.value) for word in words)
 
 
+def test_a_backend_that_cannot_hold_growing_precision_refuses_it():
+    x = torch.randn(1, 5, WIDTH)
+    context = TokenContext(rotary_tables(torch.arange(5), 8))
+    for floorless in (
+        PolarAttention(SHAPE, sigma_t0=0.0, backend="triton"),
+        RobustFilterAttention(SHAPE, sigma_0=0.0, sigma_process=0.0, backend="triton"),
+    ):
+        with pytest.raises(UserError, match="noise floor"):
+            floorless(x, context)
+    assert PolarAttention(SHAPE).bounded and PolarAttention(SHAPE, sigma_t0=0.0, m_inf=0.0).bounded
+    assert PolarAttention(SHAPE, sigma_t0=0.0, mu=0.0).bounded
+
+
 @pytest.mark.parametrize("extreme", [{"nu_t": 1e-3}, {"nu_t": 1e8}, {"mu": 5.0, "mu_spread": False}, {"m_inf": 0.0}])
 def test_extreme_parameters_stay_finite(extreme):  # M3
     mixer = PolarAttention(SHAPE, **extreme)

@@ -94,7 +94,9 @@ def logit(mixer, p, h, q, k, m_j, lag):
     nu, eta_k, eta_q, sigma = (p[name][h] for name in names)
     e = math.exp(-p["mu"][h] * lag)
     numerator = m_j**2 * e**2 + p["m_inf"] ** 2 if polar else 1.0
-    variance = eta_k**2 * e**2 + sigma**2 + (0.0 if polar else p["sigma_process"][h] ** 2 * (1 - e**2))
+    mu = p["mu"][h]
+    gathered = (1 - e**2) / (2 * mu) if mu > 0 else lag  # a head without decay diffuses freely
+    variance = eta_k**2 * e**2 + sigma**2 + (0.0 if polar else p["sigma_process"][h] ** 2 * gathered)
     kappa, kappa_q = numerator / variance, numerator / (variance + eta_q**2)
     x = kappa_q * ((q - (k if polar else e * k)) ** 2).sum() / (len(q) / 2)
     w = (1 + x / nu) ** -(nu + 1)

@@ -43,6 +43,7 @@ class RobustCall:
     radial: RadialNoise | None = None
     # c_ij of the radial channel: vv is ⟨v_i,v_j⟩/D; qk is Σ_h⟨q_h,k_h⟩/‖q‖‖k‖, the paper's; one is 1, its small angles
     radial_correlation: str = "vv"
+    bounded: bool = True  # False where κ grows without limit: no noise floor, but decay and information that stays
     documents: Tensor | None = None  # (B,S)
     dropout: float = 0.0
     return_weights: bool = False

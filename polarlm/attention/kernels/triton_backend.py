@@ -42,6 +42,8 @@ def triton_obstacle(call: RobustCall) -> str | None:
         return "it never holds the weights that were asked for"
     if call.residual_form == "dot":
         return "it only knows block.residual_form=full"
+    if not call.bounded:
+        return "without a noise floor (sigma_t0 = 0) precision grows with the lag beyond what its fp32 products hold"
     if not INSTALLED:
         return "triton is not installed (pip install 'polarlm[kernels]')"
     if call.q.device.type != "cuda" and not INTERPRETED:
