@@ -23,7 +23,7 @@ class _Signals(list):
     def __init__(self, model: GPT, documents: Tensor | None) -> None:
         super().__init__()
         self.mixers = [block.mixer for block in model.blocks]
-        self.rope_base, self.documents = model.config.rope_base, documents
+        self.documents = documents
         self.kept: list[tuple[Tensor, Tensor]] = []
 
     def append(self, record: Record) -> None:
