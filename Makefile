@@ -6,7 +6,7 @@ ARGS   ?=
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint pins resolve bench dashboard clean
+.PHONY: help train test lint pins resolve mutants bench dashboard clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -44,6 +44,9 @@ pins: $(VENV)/.installed-dev  ## write constraints.txt again (make pins ARGS="--
 
 resolve: $(VENV)/.installed-dev  ## resolve the pins for every Python and platform from the public index
 	$(BIN)/python -m tools.pins --resolve
+
+mutants: $(VENV)/.installed-dev  ## put small bugs into a copy and count how many the tests notice (ARGS="--jobs 2")
+	@$(BIN)/python -m tools.mutants.run $(ARGS)
 
 bench: $(VENV)/.installed-dev  ## measure speed and memory as ratios within one run
 	@$(BIN)/python -m benchmarks.run $(ARGS)
