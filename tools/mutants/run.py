@@ -130,9 +130,10 @@ def launch(tree: Path, tests: Iterable[str], log: Path) -> Any:
 
 def _child(tree: Path, tests: list[str], log: Path) -> None:
     os.setsid()  # what the tests start dies with this group
-    with open(log, "w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    file = open(log, "w", encoding="utf-8")  # noqa: SIM115 (as long as this process lives)
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+    sys.stdout = sys.stderr = file
     for name in [n for n in sys.modules if n.partition(".")[0] in ("tools", "polarlm", "tests", "benchmarks")]:
         del sys.modules[name]  # the copy's own, not the ones that this program came with
     os.chdir(tree)
