@@ -1,9 +1,9 @@
-"""Text out of a model: sampling with temperature, top-k and top-p, one cached step per token."""
+"""Text out of a model: sampling with the usual dials, one cached step per token, as a stream."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,42 +13,68 @@ from polarlm.errors import UserError
 from polarlm.model import GPT
 
 
-def filter_logits(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
-    """Logits (V,) with everything outside the top k, or outside the smallest set of mass top_p, set to −∞."""
-    logits = logits.float() / temperature
-    if top_k is not None and top_k < logits.numel():
-        kth = logits.topk(top_k).values[-1]
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn; the default draws from the model's own distribution."""
+
+    temperature: float = 1.0  # 0 takes the most likely token
+    top_k: int | None = None  # only the k most likely
+    top_p: float | None = None  # only the smallest set with this probability
+    min_p: float | None = None  # only tokens with this share of the most likely one's probability
+    repetition_penalty: float = 1.0  # > 1 makes tokens that stand in the text already less likely
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks = {
+            "temperature": self.temperature >= 0,
+            "top_k": self.top_k is None or self.top_k >= 1,
+            "top_p": self.top_p is None or 0 < self.top_p <= 1,
+            "min_p": self.min_p is None or 0 <= self.min_p <= 1,
+            "repetition_penalty": self.repetition_penalty > 0,
+        }
+        allowed = "temperature ≥ 0, top_k ≥ 1, 0 < top_p ≤ 1, 0 ≤ min_p ≤ 1, repetition_penalty > 0"
+        for name, right in checks.items():
+            if not right:
+                raise UserError(f"{name}={getattr(self, name)} is not possible; allowed are {allowed}")
+
+
+def filter_logits(logits: Tensor, sampling: Sampling, before: Sequence[int] = ()) -> Tensor:
+    """Logits (V,) after penalty and temperature, with everything outside top-k, top-p and min-p set to −∞.
+
+    In this order, each on what the one before has left; the most likely token always stays.
+    """
+    logits = logits.float()
+    if sampling.repetition_penalty != 1 and len(before):
+        seen = torch.tensor(sorted(set(before)))
+        score = logits[seen]
+        # Towards "less likely" on both sides of 0 (Keskar et al. 2019).
+        penalty = sampling.repetition_penalty
+        logits = logits.index_copy(0, seen, torch.where(score > 0, score / penalty, score * penalty))
+    logits = logits / (sampling.temperature or 1.0)
+    if sampling.top_k is not None and sampling.top_k < logits.numel():
+        kth = logits.topk(sampling.top_k).values[-1]
         logits = logits.masked_fill(logits < kth, -torch.inf)
-    if top_p is not None and top_p < 1:
+    if sampling.top_p is not None and sampling.top_p < 1:
         ordered, order = logits.sort(descending=True)
-        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        logits = logits.index_fill(0, order[before >= top_p], -torch.inf)  # the most likely token always stays
+        mass_before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        logits = logits.index_fill(0, order[mass_before >= sampling.top_p], -torch.inf)
+    if sampling.min_p:
+        p = logits.softmax(-1)
+        logits = logits.masked_fill(p < sampling.min_p * p.max(), -torch.inf)
     return logits
 
 
 @torch.no_grad()
 def sample_tokens(
-    model: GPT,
-    prompt: list[int],
-    count: int,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    stop: int | None = None,
+    model: GPT, prompt: Sequence[int], count: int, sampling: Sampling | None = None, *, stop: int | None = None
 ) -> Iterator[int]:
-    """Yield up to `count` tokens; temperature 0 takes the most likely one. Longer texts slide the window by half."""
-    if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
-        raise UserError(
-            f"temperature={temperature}, top_k={top_k}, top_p={top_p}: need temperature ≥ 0, top_k ≥ 1, 0 < top_p ≤ 1"
-        )
+    """Yield up to `count` tokens, ending before the token `stop`. Longer texts slide the window by half."""
+    sampling = sampling or Sampling()
     if not prompt:
         raise UserError("Generation needs at least one token to start from; give a prompt")
     model.eval()
-    device = model.embedding.weight.device
-    context = model.config.context
-    generator = torch.Generator().manual_seed(seed)
+    device, context = model.embedding.weight.device, model.config.context
+    generator = torch.Generator().manual_seed(sampling.seed)
     tokens = list(prompt)
     new = tokens[-context:]
     cache = model.new_cache(1, context)
@@ -57,12 +83,11 @@ def sample_tokens(
             # The cache is full: start again from the newest half of the text, so that re-reading stays rare.
             new = tokens[-max(1, context // 2) :]
             cache = model.new_cache(1, context)
-        logits = model(torch.tensor([new], device=device), cache=cache)[0, -1].cpu()
-        if temperature == 0:
+        logits = filter_logits(model(torch.tensor([new], device=device), cache=cache)[0, -1].cpu(), sampling, tokens)
+        if sampling.temperature == 0:
             token = int(logits.argmax())
         else:
-            kept = filter_logits(logits, temperature, top_k, top_p)
-            token = int(torch.multinomial(kept.softmax(-1), 1, generator=generator))
+            token = int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
         if token == stop:
             return
         yield token
@@ -70,9 +95,54 @@ def sample_tokens(
         new = [token]
 
 
-def sample_text(model: GPT, tokenizer: Tokenizer, prompt: str, count: int, **options: Any) -> str:
-    """The prompt's continuation as text; an empty prompt starts a new document."""
+def stream_text(
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompt: str,
+    count: int,
+    sampling: Sampling | None = None,
+    *,
+    stop: Sequence[str] = (),
+) -> Iterator[str]:
+    """The prompt's continuation in pieces, as soon as they are certain: ends at a stop string or an end of text.
+
+    A piece is held back while it may still change: half of a character, or the beginning of a stop string.
+    """
     start = list(tokenizer.encode(prompt)) if prompt else []
     if not start:
         start = [tokenizer.eos_id] if tokenizer.eos_id is not None else list(tokenizer.encode("\n"))
-    return tokenizer.decode(list(sample_tokens(model, start, count, **options)))
+    written: list[int] = []
+    told = 0
+    for token in sample_tokens(model, start, count, sampling, stop=tokenizer.eos_id):
+        written.append(token)
+        text = tokenizer.decode(written)
+        end = min((place for word in stop if (place := text.find(word)) >= 0), default=None)
+        if end is not None:
+            yield text[told:end]
+            return
+        certain = len(text) - max((_overlap(text, word) for word in stop), default=0)
+        if text.endswith("\ufffd"):  # bytes of a character that is not complete yet
+            certain = min(certain, len(text.rstrip("\ufffd")))
+        if certain > told:
+            yield text[told:certain]
+            told = certain
+    if written:
+        yield tokenizer.decode(written)[told:]
+
+
+def sample_text(
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompt: str,
+    count: int,
+    sampling: Sampling | None = None,
+    *,
+    stop: Sequence[str] = (),
+) -> str:
+    """The prompt's continuation as text; an empty prompt starts a new document."""
+    return "".join(stream_text(model, tokenizer, prompt, count, sampling, stop=stop))
+
+
+def _overlap(text: str, word: str) -> int:
+    """How many characters at the end of the text may be the beginning of the word."""
+    return next((n for n in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:n])), 0)

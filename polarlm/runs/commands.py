@@ -1,43 +1,122 @@
-"""Verbs that use a trained run: `python -m polarlm generate`."""
+"""Verbs that use a trained run: `python -m polarlm generate | inspect | export | import`."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 from typing import Any
+
+RUN = "run folder, or a .ckpt or .safetensors file inside one"
 
 
 def add_parser(verbs: Any) -> None:
-    """Add the verb `generate`."""
+    """Add the verbs."""
+    _add_generate(verbs)
+    p = verbs.add_parser(
+        "inspect",
+        help="what a run's model is made of, costs and has learned",
+        description="Parameters per part, FLOPs per token, memory of a step, learned scalars, changed settings.",
+    )
+    p.add_argument("folder", metavar="run", help=RUN)
+    p.set_defaults(run=inspect)
+    p = verbs.add_parser(
+        "export",
+        help="a run as a folder for other programs (transformers)",
+        description="Write a run as a folder that transformers loads without polarlm being installed.",
+    )
+    p.add_argument("folder", metavar="run", help=RUN)
+    p.add_argument("--to", choices=["hf"], default="hf", help="hf: Hugging Face transformers (default)")
+    p.add_argument("--out", type=Path, help="the folder to write (default: <run>/export-hf)")
+    p.set_defaults(run=export)
+    p = verbs.add_parser(
+        "import",
+        help="a run folder from an exported one",
+        description="Make a run folder of a folder that `export` has written: the same model again.",
+    )
+    p.add_argument("folder", type=Path, help="a folder written by `polarlm export`")
+    p.add_argument("--out", type=Path, required=True, help="the run folder to make, e.g. runs/imported")
+    p.set_defaults(run=import_folder)
+
+
+def _add_generate(verbs: Any) -> None:
     p = verbs.add_parser("generate", help="write text with a trained run", description="Write text with a trained run.")
-    p.add_argument("folder", metavar="run", help="run folder, or a .ckpt or .safetensors file inside one")
-    p.add_argument("--prompt", default="", help="text to continue; empty starts a new document")
+    p.add_argument("folder", metavar="run", help=RUN)
+    p.add_argument(
+        "--prompt", action="append", help="text to continue (again for several); empty starts a new document"
+    )
     p.add_argument("--tokens", type=int, default=200, help="how many tokens to write (default 200)")
     p.add_argument(
         "--temperature", type=float, default=0.8, help="0 takes the most likely token each time (default 0.8)"
     )
     p.add_argument("--top-k", type=int, default=None, help="sample from the k most likely tokens")
     p.add_argument("--top-p", type=float, default=None, help="sample from the smallest set with this probability")
+    p.add_argument(
+        "--min-p", type=float, default=None, help="only tokens with this share of the most likely one's probability"
+    )
+    p.add_argument(
+        "--repetition-penalty", type=float, default=1.0, help="above 1: what was written becomes less likely"
+    )
+    p.add_argument("--stop", action="append", default=[], help="end before this text (again for several)")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--device", default="auto", help="auto, cpu or cuda")
     p.set_defaults(run=generate)
 
 
 def generate(options: argparse.Namespace) -> int:
-    """Print the prompt and its continuation."""
-    from polarlm.evaluation.generate import sample_text
+    """Print every prompt and its continuation, as it is written."""
+    from polarlm.evaluation.generate import Sampling, stream_text
     from polarlm.evaluation.visible import visible_text
     from polarlm.runs.restore import restore_run
 
-    run = restore_run(options.folder, options.device)
-    text = sample_text(
-        run.model,
-        run.tokenizer,
-        options.prompt,
-        options.tokens,
+    sampling = Sampling(
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
         seed=options.seed,
     )
-    print(visible_text(options.prompt + text))
+    run = restore_run(options.folder, options.device)
+    prompts = options.prompt or [""]
+    for number, prompt in enumerate(prompts):
+        if len(prompts) > 1:
+            print(f"{'' if number == 0 else chr(10)}--- prompt {number + 1} of {len(prompts)}")
+        sys.stdout.write(visible_text(prompt))
+        for piece in stream_text(run.model, run.tokenizer, prompt, options.tokens, sampling, stop=options.stop):
+            sys.stdout.write(visible_text(piece))
+            sys.stdout.flush()
+        print()
+    return 0
+
+
+def inspect(options: argparse.Namespace) -> int:
+    """Print what the run's model is."""
+    from polarlm.runs.inspection import describe
+    from polarlm.runs.restore import restore_run
+
+    print(describe(restore_run(options.folder, "cpu")))
+    return 0
+
+
+def export(options: argparse.Namespace) -> int:
+    """Write the folder and say how to load it."""
+    from polarlm.runs.export.folder import export_run
+    from polarlm.runs.restore import restore_run
+
+    run = restore_run(options.folder, "cpu")
+    out = options.out or run.folder / "export-hf"
+    remote = export_run(run, out)
+    print(f"{out}: {'a Llama of transformers' if not remote else 'with its own code (trust_remote_code=True)'}")
+    argument = ", trust_remote_code=True" if remote else ""
+    print(f'  AutoModelForCausalLM.from_pretrained("{out}"{argument})')
+    return 0
+
+
+def import_folder(options: argparse.Namespace) -> int:
+    """Make a run folder."""
+    from polarlm.runs.export.folder import import_run
+
+    import_run(options.folder, options.out)
+    print(f"{options.out}: try python eval.py checkpoint={options.out}")
     return 0

@@ -13,7 +13,7 @@ from polarlm.training.job import Job
 def finish(job: Job, folder: Path, pictures: Callable[[Path], Any] | None = None) -> dict[str, Any]:
     """Write weights for sharing, a sample and pictures; the summary says `finished` only after all of them."""
     from polarlm.evaluation.baselines import baseline_metrics
-    from polarlm.evaluation.generate import sample_text
+    from polarlm.evaluation.generate import Sampling, sample_text
     from polarlm.runs.restore import load_weights, restore_run, save_weights
     from polarlm.training.loggers.json_lines import JsonLines
     from polarlm.training.loggers.throughput import believable_share
@@ -36,9 +36,7 @@ def finish(job: Job, folder: Path, pictures: Callable[[Path], Any] | None = None
         run.tokenizer,
         options["prompt"],
         int(options["tokens"]),
-        temperature=float(options["temperature"]),
-        top_k=options["top_k"],
-        seed=config["seed"],
+        Sampling(temperature=float(options["temperature"]), top_k=options["top_k"], seed=config["seed"]),
     )
     summary = {
         **(read_json(folder / "summary.json") or {}),

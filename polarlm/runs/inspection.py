@@ -1,0 +1,148 @@
+"""What a run's model is made of, what it costs, what its scalars have become, and which settings were changed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polarlm.model import GPT
+from polarlm.runs.identity import flatten
+from polarlm.runs.restore import RestoredRun
+from polarlm.runs.settings_of import default_settings
+
+PARTS = {"embedding": "embedding", "head": "output", "mixer": "attention", "feed_forward": "feed-forward"}
+OPTIMISER_BYTES = 8  # AdamW's two moments, fp32
+
+
+def describe(run: RestoredRun) -> str:
+    """The whole description as text."""
+    model, context = run.model, run.model.config.context
+    lines = [f"{run.folder}  ({run.weights.name})", "", "Parameters"]
+    lines += _columns([(name, f"{count:,}", f"{share:.1%}") for name, count, share in parameter_parts(model)])
+    lines += ["", f"FLOPs per token (training, context {context:,}; forward is a third of it)"]
+    lines += _columns([(name, f"{flops:,}") for name, flops in flops_parts(model, context)])
+    tokens = int(run.config["trainer"]["micro_batch_tokens"])
+    rows = max(1, tokens // context)
+    lines += ["", f"Memory of a training step in fp32 (micro-batch of {rows} × {context:,} tokens)"]
+    lines += _columns([(name, _bytes(size)) for name, size in step_memory(model, rows)])
+    scalars = learned_scalars(model)
+    if scalars:
+        lines += ["", "Learned scalars (a row per layer; a number per head, or one for all)"]
+        for name, layers in scalars.items():
+            lines.append(f"  {name}")
+            lines += [f"    layer {n}  " + "  ".join(f"{x:.4g}" for x in values) for n, values in enumerate(layers)]
+    lines += ["", "Settings that differ from the default"]
+    changed = changed_settings(run.config)
+    lines += _columns([(key, f"{old} → {new}") for key, old, new in changed]) if changed else ["  none"]
+    return "\n".join(lines)
+
+
+def parameter_parts(model: GPT) -> list[tuple[str, int, float]]:
+    """(part, parameters, share): embedding, attention, feed-forward, norms, the filter's scalars, output if untied."""
+    counts: dict[str, int] = defaultdict(int)
+    for name, parameter in model.named_parameters():
+        words = name.split(".")
+        part = next((title for word, title in PARTS.items() if word in words), "norms")
+        if any("norm" in word for word in words):
+            part = "norms"
+        if "estimator" in words:
+            part = "scalars of the filter"
+        counts[part] += parameter.numel()
+    total = model.parameter_count()
+    order = ["embedding", "attention", "scalars of the filter", "feed-forward", "norms", "output"]
+    found = [(part, counts[part], counts[part] / total) for part in order if counts[part]]
+    return [*found, ("total", total, 1.0)]
+
+
+def flops_parts(model: GPT, context: int) -> list[tuple[str, int]]:
+    """(part, training FLOPs per token); the parts add up to what `flops_per_token` says."""
+    attention = 3 * sum(block.mixer.flops_per_token(context) for block in model.blocks)  # type: ignore[operator, union-attr]
+    output = 3 * 2 * model.head.weight.numel()
+    total = model.flops_per_token(context)
+    return [
+        ("attention", int(attention)),
+        ("feed-forward", int(total - attention - output)),
+        ("output", int(output)),
+        ("total", total),
+    ]
+
+
+def step_memory(model: GPT, rows: int) -> list[tuple[str, int]]:
+    """(what, bytes): weights, gradients, AdamW's moments, and what one forward pass keeps for its backward pass."""
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    elements = model.parameter_count()
+    kept = saved_bytes(model, rows)
+    found = [("weights", parameters), ("gradients", parameters), ("optimiser", OPTIMISER_BYTES * elements)]
+    found.append(("activations", kept))
+    return [*found, ("total", sum(size for _, size in found))]
+
+
+def saved_bytes(model: GPT, rows: int) -> int:
+    """Bytes that autograd holds after a forward pass: every storage once, weights not counted."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    seen: dict[int, int] = {}
+    alive: list[Tensor] = []  # or an address could be given to another tensor
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            seen[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    tokens = torch.zeros(rows, model.config.context, dtype=torch.long, device=model.embedding.weight.device)
+    training = model.training
+    model.train()
+    try:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = model.loss(tokens, tokens)
+        del loss
+    finally:
+        model.train(training)
+    return sum(seen.values())
+
+
+def learned_scalars(model: GPT) -> dict[str, list[list[float]]]:
+    """{name: [layer][head]} of ν, η, σ, μ, m∞, α, β … of the blocks that have them."""
+    found: dict[str, list[list[float]]] = {}
+    for block in model.blocks:
+        estimator: Any = getattr(block.mixer, "estimator", None)
+        if estimator is not None:
+            for name, value in estimator.read().items():
+                found.setdefault(name, []).append(value.detach().reshape(-1).tolist())
+    return found
+
+
+def changed_settings(config: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(key, default, this run's) of every setting that is not what train.py would take by itself.
+
+    A chosen group (block=polar) is one difference; below it only what differs from that group's own yaml.
+    """
+    default, chosen = default_settings(config.get("choices") or {})
+    changed = [
+        (group, default["choices"].get(group), name)
+        for group, name in (config.get("choices") or {}).items()
+        if default["choices"].get(group) != name
+    ]
+    ours, theirs = dict(flatten(config)), dict(flatten(chosen))
+    for key in sorted(ours.keys() & theirs.keys()):
+        if ours[key] != theirs[key] and not key.startswith(("choices", "name", "group")):
+            changed.append((key, theirs[key], ours[key]))
+    return changed
+
+
+def _columns(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
+    return [
+        f"  {row[0]:<{widths[0]}}  " + "  ".join(f"{cell:>{w}}" for cell, w in zip(row[1:], widths[1:])) for row in rows
+    ]
+
+
+def _bytes(size: int) -> str:
+    for unit, scale in (("GB", 2**30), ("MB", 2**20), ("kB", 2**10)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size} B"

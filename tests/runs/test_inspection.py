@@ -1,0 +1,63 @@
+"""What `inspect` tells adds up and is what the model really is."""
+
+import torch
+
+from polarlm.runs.inspection import (
+    changed_settings,
+    describe,
+    flops_parts,
+    learned_scalars,
+    parameter_parts,
+    saved_bytes,
+    step_memory,
+)
+from polarlm.runs.settings_of import default_settings
+from tests.runs.made_up_run import made_up_run
+
+
+def test_parts_add_up_to_the_whole(tmp_path):
+    model = made_up_run(tmp_path / "run", "polar", tie_embeddings=False).model
+    *parts, total = parameter_parts(model)
+    assert sum(count for _, count, _ in parts) == total[1] == model.parameter_count()
+    found = {name: count for name, count, _ in parts}
+    assert found["embedding"] == found["output"] == 257 * 32
+    assert found["feed-forward"] == sum(p.numel() for b in model.blocks for p in b.feed_forward.parameters())
+    assert found["scalars of the filter"] == sum(
+        p.numel() for b in model.blocks for p in b.mixer.estimator.parameters()
+    )
+    *flops, everything = flops_parts(model, 24)
+    assert sum(value for _, value in flops) == everything[1] == model.flops_per_token(24)
+    *memory, whole = step_memory(model, 2)
+    assert sum(size for _, size in memory) == whole[1]
+    assert dict(memory)["optimiser"] == 8 * model.parameter_count()
+
+
+def test_activations_are_measured_and_grow_with_the_batch(tmp_path):
+    model = made_up_run(tmp_path / "run").model
+    one, two = saved_bytes(model, 1), saved_bytes(model, 2)
+    # At least the input of every matrix product of every layer is kept.
+    assert one > 24 * 32 * 4 * 2 * 4
+    assert 1.8 < two / one < 2.05
+    assert not model.training
+
+
+def test_scalars_are_told_per_layer_and_head_as_the_block_uses_them(tmp_path):
+    run = made_up_run(tmp_path / "run", "polar")
+    with torch.no_grad():
+        run.model.blocks[1].mixer.estimator["nu_t"].raw.fill_(2.0)
+    found = learned_scalars(run.model)
+    expected = torch.nn.functional.softplus(torch.tensor(2.0)).item()
+    assert found["nu_t"][1] == [expected] * 2 and abs(found["nu_t"][0][0] - 4.0) < 1e-5
+    assert learned_scalars(made_up_run(tmp_path / "other").model) == {}
+    text = describe(run)
+    assert "nu_t" in text and "layer 1" in text and "attention" in text and "optimiser" in text
+
+
+def test_only_changed_settings_are_told():
+    default, _ = default_settings({})
+    assert changed_settings(default) == []
+    _, polar = default_settings({"block": "polar"})
+    polar["block"]["nu_t"] = 7.0
+    polar["seed"] = 5
+    changed = {key: new for key, _, new in changed_settings(polar)}
+    assert changed == {"block": "polar", "block.nu_t": 7.0, "seed": 5}
