@@ -21,9 +21,12 @@ def record_estimate(record: Record, output: AttentionOutput) -> None:
         record["radial_weights"] = weights.radial
 
 
-def robust_flops(context: int, heads: int, head_dim: int, radial: bool = False) -> int:
-    """Forward FLOPs per token of the attention itself: scores, logits, aggregation, and the radial correlation."""
+def robust_flops(context: int, heads: int, head_dim: int, radial_correlation: str | None = None) -> int:
+    """Forward FLOPs per token of the attention itself: scores, logits, aggregation, and the radial channel.
+
+    Of its correlations only `vv` needs products of its own; `qk` sums those of the scores over the heads.
+    """
     per_pair = heads * (4 * head_dim + LOGIT_FLOPS)
-    if radial:
-        per_pair += 2 * heads * head_dim + LOGIT_FLOPS
+    if radial_correlation is not None:
+        per_pair += LOGIT_FLOPS + {"vv": 2 * heads * head_dim, "qk": heads, "one": 0}[radial_correlation]
     return int(mean_visible(context) * per_pair)

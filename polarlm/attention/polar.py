@@ -16,25 +16,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from polarlm.attention.estimator import (
-    NOISE_SPLIT,
-    Estimator,
-    Value,
-    choice,
-    decay_rates,
-    matched_variance,
-    per_head,
-    refuse_noiseless,
-    scalar,
-)
+from polarlm.attention.estimator import Estimator, Value, choice
 from polarlm.attention.filter import record_estimate, robust_flops
 from polarlm.attention.frequencies import Frequencies, Turns
 from polarlm.attention.initialisation import linear
 from polarlm.attention.kernels import (
     KERNELS,
     RADIAL_CORRELATIONS,
-    DirectionalNoise,
-    RadialNoise,
     RobustCall,
     check_residual_form,
     robust_attention,
@@ -47,14 +35,18 @@ from polarlm.attention.mixer import (
     TokenContext,
     split_heads,
 )
+from polarlm.attention.polar_noise import (
+    PARAMETERS,
+    RADIAL,
+    directional_noise,
+    initial_values,
+    is_bounded,
+    radial_noise,
+)
 from polarlm.attention.polar_step import check_retraction, directional_step, radial_step
 from polarlm.errors import UserError
 from polarlm.geometry import project
 from polarlm.geometry.multihead import PROJECTIONS, Projection
-
-DIRECTIONAL = ("nu_t", "eta_tq", "eta_tk", "sigma_t0", "m_inf", "mu", "tau", "radius", "alpha")
-RADIAL = ("nu_r", "eta_rq", "eta_rk", "sigma_r0", "beta")
-PARAMETERS = DIRECTIONAL + RADIAL + ("gain",)
 
 
 class PolarAttention(Mixer):
@@ -136,8 +128,9 @@ class PolarAttention(Mixer):
         # Un-normalised q and k must come out at radius sqrt(d_h) by themselves.
         qk_std = (2 * d) ** -0.5 if norm_position == "pre" else shape.initial.hidden(d)
         self.qk = linear(d, (heads + groups) * size, qk_std) if kernel != "gaussian" else None
-        self.v = linear(d, groups * size, d**-0.5)  # under any convention: m starts at 1 on a unit-RMS input
-        if not value_weight_decay:  # v is normalised: decay would only let m drift
+        # Normalised values leave their scale to m, which starts at 1 on a unit-RMS input under any convention.
+        self.v = linear(d, groups * size, d**-0.5 if norm_values else shape.initial.hidden(d))
+        if not value_weight_decay:  # nothing but m would drift
             self.v.optim_group = "no_decay"  # type: ignore[assignment]
         self.out = linear(heads * size, d, shape.initial.residual(heads * size))
         # One gain per channel, shared by the heads, as in QK-norm; the paper has none (|q| = |k| = r).
@@ -145,20 +138,11 @@ class PolarAttention(Mixer):
         self.q_gain = nn.Parameter(torch.ones(size)) if learned_gain else None
         self.k_gain = nn.Parameter(torch.ones(size)) if learned_gain else None
 
-        values = {"nu_t": per_head("nu_t", nu_t, heads), "tau": per_head("tau", tau, heads)}
-        values |= {"radius": scalar("radius", radius), "m_inf": scalar("m_inf", m_inf)}
-        information = values["radius"].square() * (1 + values["m_inf"].square())
-        total = matched_variance(kernel, size, values["nu_t"], values["tau"]) * information
-        noises = {"eta_tk": (eta_tk, "k"), "eta_tq": (eta_tq, "q"), "sigma_t0": (sigma_t0, "0")}
-        for name, (value, share) in noises.items():
-            values[name] = (NOISE_SPLIT[share] * total).sqrt() if value is None else per_head(name, value, heads)
-        values["mu"] = decay_rates("mu", mu, mu_spread, heads)
-        given = {"nu_r": nu_r, "eta_rq": eta_rq, "eta_rk": eta_rk, "sigma_r0": sigma_r0, "alpha": alpha, "beta": beta}
-        values |= {name: scalar(name, value) for name, value in given.items()}
-        refuse_noiseless(values, "eta_tk", "sigma_t0")
-        unbounded = (values["sigma_t0"] == 0) & (values["mu"] > 0) & (values["m_inf"] > 0)
-        self.bounded = not bool(unbounded.any())
-        refuse_noiseless(values, "eta_rk", "sigma_r0")
+        given = dict(nu_t=nu_t, tau=tau, eta_tq=eta_tq, eta_tk=eta_tk, sigma_t0=sigma_t0, m_inf=m_inf, mu=mu)
+        given |= dict(radius=radius, alpha=alpha, beta=beta)
+        given |= dict(nu_r=nu_r, eta_rq=eta_rq, eta_rk=eta_rk, sigma_r0=sigma_r0)
+        values = initial_values(kernel, heads, size, mu_spread, given)
+        self.bounded = is_bounded(values)
         values["gain"] = torch.tensor(1 / self._stream_rms())
         used = {name: value for name, value in values.items() if name not in self.without_effect()}
         self.estimator = Estimator(used, frozen, PARAMETERS)
@@ -186,13 +170,13 @@ class PolarAttention(Mixer):
             q_turned,
             k_turned,
             v_turned,
-            noise=self._directional_noise(parameters),
+            noise=directional_noise(parameters),
             kernel=self.kernel,
             # Unit magnitudes are carried forward like any other, so the prior over lags stays what it is.
             magnitude=m_seen if self.magnitude else torch.ones_like(m_seen),
             residual_form=self.residual_form,
             radial_mode="off" if self.radial == "none" else self.radial,
-            radial=self._radial_noise(parameters),
+            radial=radial_noise(parameters, self.radial),
             radial_correlation=self.radial_correlation,
             bounded=self.bounded,
             documents=context.documents,
@@ -262,41 +246,18 @@ class PolarAttention(Mixer):
             q, k = q * self.q_gain.to(q.dtype), k * self.k_gain.to(k.dtype)
         return q, k, v, m
 
-    def _directional_noise(self, parameters: dict[str, Tensor]) -> DirectionalNoise:
-        mu = parameters["mu"]
-        zero = torch.zeros_like(mu)
-        return DirectionalNoise(
-            mu=mu,
-            eta_k2=parameters["eta_tk"].square(),
-            eta_q2=parameters["eta_tq"].square() if "eta_tq" in parameters else zero,
-            sigma02=parameters["sigma_t0"].square(),
-            m_inf2=parameters["m_inf"].square().expand_as(mu),
-            nu=parameters.get("nu_t"),
-            tau=parameters.get("tau"),
-        )
-
-    def _radial_noise(self, parameters: dict[str, Tensor]) -> RadialNoise | None:
-        if self.radial == "none":
-            return None
-        zero = parameters["beta"].new_zeros(())
-        # Magnitudes do not decay in the radial channel: decay would shrink equal magnitudes (docs/theory.md E20).
-        if self.radial == "shared":
-            return RadialNoise(mu=zero, eta_k2=zero, eta_q2=zero, sigma02=zero + 1, nu=zero + 1)
-        return RadialNoise(
-            mu=zero,
-            eta_k2=parameters["eta_rk"].square(),
-            eta_q2=parameters["eta_rq"].square(),
-            sigma02=parameters["sigma_r0"].square(),
-            nu=parameters["nu_r"],
-        )
-
     def without_effect(self) -> set[str]:
-        """Parameters that the chosen switches leave no use for; they are not created."""
+        """Parameters and switches that the other switches leave no use for; such parameters are not created."""
         idle = {"student": {"tau"}, "exponential": {"nu_t"}, "gaussian": {"nu_t", "tau", "eta_tq", "radius"}}[
             self.kernel
         ]
         idle |= {"none": set(RADIAL), "shared": set(RADIAL) - {"beta"}, "own": set()}[self.radial]
-        return idle | ({"gain"} if self.norm_position == "both" else set())
+        idle |= {"gain"} if self.norm_position == "both" else set()
+        idle |= {"radial_correlation"} if self.radial == "none" else set()
+        idle |= {"evidence_clamp"} if self.projection != "evidence" else set()
+        if self.kernel == "gaussian":
+            idle |= {"norm_scope", "norm_gain", "residual_form"}
+        return idle | ({"norm_scope"} if self.norm_position == "pre" else set())
 
     def _stream_rms(self) -> float:
         """RMS of a fresh model's residual stream where this layer reads it: embedding plus what came before."""
@@ -307,9 +268,11 @@ class PolarAttention(Mixer):
         return KeyValueCache(batch, self.shape.n_kv_head, length, self.rotary_dim, device, dtype, magnitude=True)
 
     def flops_per_token(self, context: int) -> int:
-        """Projections, robust attention, and the full-vector correlation of the radial channel."""
+        """Projections, robust attention once per reweighting, and the correlation of the radial channel."""
         layers = [layer for layer in (self.qk, self.v, self.out) if layer is not None]
-        attention = robust_flops(context, self.shape.n_head, self.rotary_dim, radial=self.radial != "none")
+        correlation = self.radial_correlation if self.radial != "none" else None
+        attention = robust_flops(context, self.shape.n_head, self.rotary_dim, correlation)
+        attention += (self.irls_steps - 1) * robust_flops(context, self.shape.n_head, self.rotary_dim)
         return 2 * sum(layer.weight.numel() for layer in layers) + attention
 
 
