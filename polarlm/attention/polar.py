@@ -87,6 +87,7 @@ class PolarAttention(Mixer):
         radius: float = 1.0,
         alpha: float = 1.0,
         beta: float = 0.1,
+        mu_r: float = 0.0,
         nu_r: float = 4.0,
         eta_rq: float = 0.316,
         eta_rk: float = 0.316,
@@ -140,11 +141,12 @@ class PolarAttention(Mixer):
 
         given = dict(nu_t=nu_t, tau=tau, eta_tq=eta_tq, eta_tk=eta_tk, sigma_t0=sigma_t0, m_inf=m_inf, mu=mu)
         given |= dict(radius=radius, alpha=alpha, beta=beta)
-        given |= dict(nu_r=nu_r, eta_rq=eta_rq, eta_rk=eta_rk, sigma_r0=sigma_r0)
+        given |= dict(mu_r=mu_r, nu_r=nu_r, eta_rq=eta_rq, eta_rk=eta_rk, sigma_r0=sigma_r0)
         values = initial_values(kernel, heads, size, mu_spread, given)
         self.bounded = is_bounded(values)
         values["gain"] = torch.tensor(1 / self._stream_rms())
-        used = {name: value for name, value in values.items() if name not in self.without_effect()}
+        idle = self.without_effect() | ({"mu_r"} if mu_r == 0 else set())  # magnitudes that do not decay have no rate
+        used = {name: value for name, value in values.items() if name not in idle}
         self.estimator = Estimator(used, frozen, PARAMETERS)
 
     @property
@@ -251,7 +253,7 @@ class PolarAttention(Mixer):
         idle = {"student": {"tau"}, "exponential": {"nu_t"}, "gaussian": {"nu_t", "tau", "eta_tq", "radius"}}[
             self.kernel
         ]
-        idle |= {"none": set(RADIAL), "shared": set(RADIAL) - {"beta"}, "own": set()}[self.radial]
+        idle |= {"none": set(RADIAL), "shared": set(RADIAL) - {"beta", "mu_r"}, "own": set()}[self.radial]
         idle |= {"gain"} if self.norm_position == "both" else set()
         idle |= {"radial_correlation"} if self.radial == "none" else set()
         idle |= {"evidence_clamp"} if self.projection != "evidence" else set()

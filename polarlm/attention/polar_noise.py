@@ -12,9 +12,9 @@ from polarlm.attention.estimator import NOISE_SPLIT, decay_rates, matched_varian
 from polarlm.attention.kernels import DirectionalNoise, RadialNoise
 
 PER_HEAD = ("nu_t", "tau")
-PER_LAYER = ("radius", "m_inf", "nu_r", "eta_rq", "eta_rk", "sigma_r0", "alpha", "beta")
+PER_LAYER = ("radius", "m_inf", "mu_r", "nu_r", "eta_rq", "eta_rk", "sigma_r0", "alpha", "beta")
 MATCHED = {"eta_tk": "k", "eta_tq": "q", "sigma_t0": "0"}  # left as None, they share the matched variance
-RADIAL = ("nu_r", "eta_rq", "eta_rk", "sigma_r0", "beta")
+RADIAL = ("mu_r", "nu_r", "eta_rq", "eta_rk", "sigma_r0", "beta")
 PARAMETERS = (*PER_HEAD, *MATCHED, "mu", *PER_LAYER, "gain")
 
 
@@ -56,12 +56,12 @@ def radial_noise(parameters: Mapping[str, Tensor], mode: str) -> RadialNoise | N
     """Variances of the radial channel; None without one."""
     if mode == "none":
         return None
-    # Magnitudes do not decay in the radial channel: decay would shrink equal magnitudes (docs/theory.md, E20).
-    zero = parameters["beta"].new_zeros(())
+    mu = parameters["mu_r"] if "mu_r" in parameters else torch.zeros_like(parameters["beta"])
     if mode == "shared":
-        return RadialNoise(mu=zero, eta_k2=zero, eta_q2=zero, sigma02=zero + 1, nu=zero + 1)
+        zero = torch.zeros_like(mu)
+        return RadialNoise(mu=mu, eta_k2=zero, eta_q2=zero, sigma02=zero + 1, nu=zero + 1)
     return RadialNoise(
-        mu=zero,
+        mu=mu,
         eta_k2=parameters["eta_rk"].square(),
         eta_q2=parameters["eta_rq"].square(),
         sigma02=parameters["sigma_r0"].square(),

@@ -97,6 +97,7 @@ _WORDS = {
     "mu": ("μ", "per token", "Rate at which information decays with distance."),
     "radius": ("radius", "", "Size of queries and keys: a temperature."),
     "nu_t": ("ν t", "", "Directional tail: small ν rejects outliers, large ν is Gaussian."),
+    "mu_r": ("μ r", "", "Decay of magnitudes in the radial channel, per token."),
     "nu_r": ("ν r", "", "Radial tail: small ν rejects outliers, large ν is Gaussian."),
     "eta_tk": ("η tk", "", "Noise of a key's direction, a deviation."),
     "eta_tq": ("η tq", "", "Noise of a query's direction, a deviation."),

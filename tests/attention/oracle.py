@@ -139,16 +139,17 @@ def cosine(kind, i, j, q, k, v, of):
 
 
 def radial(i, past, correlation, directional, m, p, s):
-    """The consensus magnitude; magnitudes do not decay in the radial channel."""
+    """The consensus magnitude of what the others' have become on their way."""
+    carried = [m[j] * math.exp(-p.get("mu_r", 0.0) * (i - j)) for j in past]
     if s["radial"] == "shared":
         weights = [sum(head[n] for head in directional) / len(directional) for n in range(len(past))]
     else:
-        rho = 1 / (p["eta_rk"] ** 2 + p["sigma_r0"] ** 2)
-        rho_tilde = 1 / (p["eta_rk"] ** 2 + p["sigma_r0"] ** 2 + p["eta_rq"] ** 2)
-        nu = p["nu_r"]
-        surprise = [rho_tilde * (c * m[j] - m[i]) ** 2 for c, j in zip(correlation, past)]
-        weights = [rho * (1 + d2 / nu) ** -(nu + 1) for d2 in surprise]
-    return sum(w * c * m[j] for w, c, j in zip(weights, correlation, past)) / sum(weights)
+        nu, weights = p["nu_r"], []
+        for c, predicted, j in zip(correlation, carried, past):
+            variance = p["eta_rk"] ** 2 * math.exp(-2 * p.get("mu_r", 0.0) * (i - j)) + p["sigma_r0"] ** 2
+            surprise = (c * predicted - m[i]) ** 2 / (variance + p["eta_rq"] ** 2)
+            weights.append((1 + surprise / nu) ** -(nu + 1) / variance)
+    return sum(w * c * predicted for w, c, predicted in zip(weights, correlation, carried)) / sum(weights)
 
 
 def step(own, means, evidence, m, delta_m, p, s):

@@ -61,7 +61,8 @@ def draw(number: int) -> tuple[dict, dict]:
     while True:
         switches = {key: generator.choice(values) for key, values in SWITCHES.items()}
         if legal(switches):
-            return switches, {"groups": generator.choice([4, 2]), "packed": generator.random() < 0.3}
+            rest = {"groups": generator.choice([4, 2]), "packed": generator.random() < 0.3}
+            return switches, rest | {"mu_r": generator.choice([0.0, 0.1])}
 
 
 @pytest.mark.parametrize("number", range(SAMPLES))
@@ -70,7 +71,8 @@ def test_polar_is_the_papers_algorithm(number):
     print(f"POLARLM_ORACLE_SEED={SEED} combination {number}: {switches} {other}")
     shape = MixerShape(WIDTH, HEADS, other["groups"], WIDTH // HEADS, layer=1, n_layer=3, rope_base=100.0)
     torch.manual_seed(number)
-    mixer = PolarAttention(shape, mu=0.2, nu_t=[1.0, 2.0, 3.0, 5.0], tau=0.8, alpha=0.7, beta=0.3, **switches).double()
+    scalars = dict(mu=0.2, nu_t=[1.0, 2.0, 3.0, 5.0], tau=0.8, alpha=0.7, beta=0.3, mu_r=other["mu_r"])
+    mixer = PolarAttention(shape, **scalars, **switches).double()
     with torch.no_grad():
         for name, parameter in mixer.named_parameters():
             if "log_frequency" in name or "gain" in name or "estimator" in name:
