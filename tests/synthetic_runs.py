@@ -133,17 +133,19 @@ def _write_summary(folder, config, rows, status, flops_per_token, facts):
 
 
 def _write_evaluations(folder, facts, rng):
-    """Two records as eval.py leaves them: loss at longer contexts, and calibration."""
+    """Records as eval.py leaves them: numbers, loss at longer contexts, and calibration."""
     (folder / "evaluations").mkdir(exist_ok=True)
-    lengths = [128, 256, 512, 1024]
-    loss = [facts["final"] * (1 + 0.02 * k * facts["growth"] / 3) + 0.003 * rng.normal() for k in range(4)]
-    records = {
-        "length": {"x": lengths, "y": loss, "x_label": "context (tokens)", "y_label": "bits per byte", "x_log": True},
-        "calibration": {"x": [0.1, 0.5, 0.9], "y": [0.12, 0.47, 0.86], "x_label": "claimed", "y_label": "observed"},
+    bits = [facts["final"] * (1 + 0.02 * k * facts["growth"] / 3) + 0.003 * rng.normal() for k in range(4)]
+    reliability = {"probability": [0.1, 0.5, 0.9], "frequency": [0.12, 0.47, 0.86], "predictions": [10, 10, 10]}
+    metrics = [{"loss": 2.1 * b, "perplexity": math.exp(2.1 * b), "bits_per_byte": b} for b in bits]
+    found = {
+        "sliding": {"metrics": metrics[0]},
+        "length": {"by_length": {"factor": [1, 2, 4, 8], "context": [128, 256, 512, 1024], "metrics": metrics}},
+        "calibration": {"calibration": {"ece": 0.03, "reliability": reliability}},
     }
-    for kind, curve in records.items():
-        record = {"kind": kind, "protocol": {"data": "pydocs", "split": "test"}, "curves": {kind: curve}}
-        (folder / "evaluations" / f"{kind}.json").write_text(json.dumps(record))
+    for name, answer in found.items():
+        record = {"protocol": {"name": name, "data": "pydocs", "split": "test", "tokens": 4096}, **answer}
+        (folder / "evaluations" / f"{name}-pydocs-test-00000000.json").write_text(json.dumps(record))
 
 
 def _probe(block, facts, progress, step, layers, heads, context, rng):

@@ -14,6 +14,7 @@ from typing import Any
 import polarlm
 from polarlm.report.captions import block_caption, shared_caption
 from polarlm.report.payload import link_to
+from polarlm.report.records import numbers_table
 from polarlm.report.sections import progress, samples
 from polarlm.report.tables import Table, difference_table, final_table, show_count
 from polarlm.runs.files import write_text
@@ -57,6 +58,7 @@ def render_page(groups: Sequence[Group], judgement: Judgement, payload: dict[str
         else "",
         notes="".join(f'<p class="note">{escape(note)}</p>' for note in judgement.notes),
         difference_table=_differences(groups),
+        evaluated=_evaluated(groups),
         samples=samples(groups),
         progress=progress(groups),
         run_table=_run_table(groups, judgement, out),
@@ -125,6 +127,14 @@ def _html(table: Table, judgement: Judgement) -> str:
         grey = ' class="unequal"' if judgement.rows[index].role == UNEQUAL else ""
         body.append(f"<tr{grey}>{first}{cells}</tr>")
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
+
+
+def _evaluated(groups: Sequence[Group]) -> str:
+    table = numbers_table(groups)
+    if table is None:
+        return ""
+    rows = [[escape(cell) for cell in row] for row in table.rows]
+    return _folded(_left_table(table.columns, rows), len(rows), "evaluated numbers")
 
 
 def _differences(groups: Sequence[Group]) -> str:

@@ -1,20 +1,81 @@
-"""What `eval.py` left in a run folder (evaluations/*.json), as curves that the page can draw.
-
-A record is a JSON object with `kind` (position, length, robustness, calibration, …), `protocol` and `curves`: name →
-{"x": […], "y": […], "x_label": …, "y_label": …, "title": …}. Whatever has curves is drawn; a new kind needs no edit.
-"""
+"""What `eval.py` left in the run folders: curves (position, length, corruption, calibration …) and numbers."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from polarlm.evaluation.metrics import METRICS, Metric
+from polarlm.report.tables import Table, show_estimate
+from polarlm.runs.evaluations import FOLDER
+from polarlm.verdict.estimates import Estimate, estimate_mean
 from polarlm.verdict.groups import Group
 
-FOLDER = "evaluations"
-MOST_POINTS = 400
+LOSS = "loss (nats per token)"
+# What identifies a question besides its name; the rest of a protocol (weights, fingerprints) is not for reading.
+SAID = ("data", "split", "context", "stride", "tokens")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One curve of a record, ready to draw."""
+
+    name: str
+    title: str
+    x: list[float]
+    y: list[float]
+    x_label: str
+    y_label: str = LOSS
+    x_log: bool = False
+    diagonal: bool = False  # draw y = x
+
+
+def _position(found: dict[str, Any]) -> Iterator[Curve]:
+    part = found["by_position"]
+    yield Curve("position", "Loss by position", part["to"], part["loss"], "tokens read before the target", x_log=True)
+
+
+def _frequency(found: dict[str, Any]) -> Iterator[Curve]:
+    part, label = found["by_frequency"], "times that the target occurs in the training text"
+    known = [i for i, most in enumerate(part["to"]) if most and most > 0]
+    x, y = ([part[key][i] for i in known] for key in ("to", "loss"))
+    yield Curve("frequency", "Loss by frequency of the target", x, y, label, x_log=True)
+
+
+def _length(found: dict[str, Any]) -> Iterator[Curve]:
+    part = found["by_length"]
+    bits = [metrics.get("bits_per_byte") for metrics in part["metrics"]]
+    title = "Bits per byte at lengths beyond the trained one"
+    yield Curve("length", title, part["context"], bits, "context (tokens)", "bits per byte", x_log=True)
+
+
+def _corruption(found: dict[str, Any]) -> Iterator[Curve]:
+    part = found["by_corruption"]
+    for kind, curves in part.items():
+        if isinstance(curves, dict):
+            label = f"share of {kind} tokens in the context"
+            yield Curve(
+                f"corruption, {kind}", f"Loss with {kind} tokens in the context", part["rate"], curves["loss"], label
+            )
+
+
+def _calibration(found: dict[str, Any]) -> Iterator[Curve]:
+    part = found["calibration"]["reliability"]
+    x, y = part["probability"], part["frequency"]
+    title = "Calibration: how often the most likely token comes"
+    yield Curve("calibration", title, x, y, "probability given to it", "how often it came", diagonal=True)
+
+
+CURVES: dict[str, Callable[[dict[str, Any]], Iterator[Curve]]] = {
+    "length": _length,
+    "position": _position,
+    "corruption": _corruption,
+    "frequency": _frequency,
+    "calibration": _calibration,
+}
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
@@ -25,65 +86,95 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
             record = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue  # being written
-        if isinstance(record, dict):
+        if isinstance(record, dict) and isinstance(record.get("protocol"), dict):
             found.append(record)
     return found
 
 
 def curve_panels(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """One panel per named curve: the mean over the seeds of each group, at the points that all of them have."""
-    panels: dict[str, dict[str, Any]] = {}
+    """One panel per curve and protocol: the mean over the seeds of each group, at the points that all of them have."""
+    panels: dict[tuple[str, str], dict[str, Any]] = {}
+    lines: dict[tuple[tuple[str, str], int], list[Curve]] = {}
     for index, group in enumerate(groups):
-        found: dict[str, list[dict[str, Any]]] = {}
+        for run in group.runs:
+            newest = {}
+            for record in read_records(run.folder):
+                for curve in _curves(record):
+                    newest[curve.name, _said(record)] = curve
+            for key, curve in newest.items():
+                lines.setdefault((key, index), []).append(curve)
+                panels.setdefault(key, _panel(curve, key[1]))
+    for (key, index), curves in lines.items():
+        panels[key]["lines"].append({"group": index, **_mean(curves)})
+    order = list(CURVES)
+    return [panels[key] for key in sorted(panels, key=lambda k: (order.index(k[0].partition(",")[0]), *k))]
+
+
+def numbers_table(groups: Sequence[Group]) -> Table | None:
+    """The metrics of every protocol that gives any, one row per protocol and group; None when nothing was evaluated."""
+    found: dict[tuple[str, int], list[dict[str, float]]] = {}
+    for index, group in enumerate(groups):
         for run in group.runs:
             newest = {
-                f"{record.get('kind', 'evaluation')}/{name}": (curve, record)
-                for record in read_records(run.folder)
-                for name, curve in (record.get("curves") or {}).items()
-                if _is_curve(curve)
+                f"{r['protocol'].get('name')}: {_said(r)}": r["metrics"]
+                for r in read_records(run.folder)
+                if isinstance(r.get("metrics"), dict)
             }
-            for name, (curve, record) in newest.items():
-                found.setdefault(name, []).append(curve)
-                kind = str(record.get("kind", "evaluation"))
-                panels.setdefault(name, _panel(name, kind, curve, record))
-        for name, curves in found.items():
-            panels[name]["lines"].append({"group": index, **_mean(curves)})
-    return [panels[name] for name in sorted(panels)]
+            for protocol, metrics in newest.items():
+                found.setdefault((protocol, index), []).append(metrics)
+    if not found:
+        return None
+    shown = [m for m in METRICS if any(m.name in metrics for rows in found.values() for metrics in rows)]
+    rows = []
+    for (protocol, index), metrics in sorted(found.items()):
+        cells = [show_estimate(_over_seeds(m, metrics)) for m in shown]
+        rows.append([protocol, groups[index].label, str(len(metrics)), *cells])
+    return Table(["protocol", "group", "seeds", *(m.title for m in shown)], rows)
 
 
-def _panel(name: str, kind: str, curve: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
-    protocol = record.get("protocol") if isinstance(record.get("protocol"), dict) else {}
-    words = [f"{key} {value}" for key, value in (protocol or {}).items() if isinstance(value, (str, int, float))]
-    said = kind if name == f"{kind}/{kind}" else name.replace("/", ": ")
+def _over_seeds(metric: Metric, found: Sequence[dict[str, float]]) -> Estimate:
+    return estimate_mean([row.get(metric.name) for row in found], log="perplexity" in metric.name)
+
+
+def _curves(record: dict[str, Any]) -> list[Curve]:
+    make = CURVES.get(str(record["protocol"].get("name")))
+    try:
+        return list(make(record)) if make else []
+    except (KeyError, TypeError, IndexError, AttributeError):
+        return []  # a record of another version
+
+
+def _said(record: dict[str, Any]) -> str:
+    protocol = record["protocol"]
+    return ", ".join(f"{k} {protocol[k]}" for k in SAID if isinstance(protocol.get(k), (str, int, float)))
+
+
+def _panel(curve: Curve, protocol: str) -> dict[str, Any]:
     return {
-        "name": name,
-        "kind": kind,
-        "title": str(curve.get("title") or said).replace("_", " "),
-        "x": str(curve.get("x_label", "")),
-        "y": str(curve.get("y_label", "")),
-        "log": bool(curve.get("x_log", False)),
-        "diagonal": bool(curve.get("diagonal", kind == "calibration")),
-        "protocol": ", ".join(words),
+        "name": curve.name,
+        "title": curve.title,
+        "x": curve.x_label,
+        "y": curve.y_label,
+        "log": curve.x_log,
+        "diagonal": curve.diagonal,
+        "protocol": protocol,
         "lines": [],
     }
 
 
-def _is_curve(curve: Any) -> bool:
-    return isinstance(curve, dict) and isinstance(curve.get("x"), list) and len(curve["x"]) == len(curve.get("y") or [])
+def _mean(curves: Sequence[Curve]) -> dict[str, Any]:
+    """Mean and range over seeds, at the x that all have; calibration has other x in every run and is taken by place."""
+    if curves[0].diagonal:
+        longest = min(len(c.x) for c in curves)
+        at = np.mean([c.x[:longest] for c in curves], axis=0).tolist()
+        values = np.array([c.y[:longest] for c in curves], dtype=float)
+    else:
+        tables = [{float(x): y for x, y in zip(c.x, c.y) if isinstance(y, (int, float))} for c in curves]
+        at = sorted(set.intersection(*(set(t) for t in tables)))
+        values = np.array([[table[x] for x in at] for table in tables], dtype=float).reshape(len(tables), len(at))
 
+    def rounded(row: np.ndarray) -> list[float]:
+        return [float(f"{v:.5g}") for v in row]
 
-def _mean(curves: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Mean and range over seeds where all have a value; numbers on the x axis only."""
-    tables = [{float(x): y for x, y in zip(c["x"], c["y"]) if isinstance(y, (int, float))} for c in curves]
-    common = sorted(set.intersection(*(set(t) for t in tables)))
-    if len(common) > MOST_POINTS:
-        common = [common[i] for i in np.unique(np.linspace(0, len(common) - 1, MOST_POINTS).astype(int))]
-    values = np.array([[table[x] for x in common] for table in tables], dtype=float).reshape(len(tables), len(common))
-    rounded = lambda row: [float(f"{v:.5g}") for v in row]  # noqa: E731
-    return {
-        "at": common,
-        "mean": rounded(values.mean(0)),
-        "low": rounded(values.min(0)),
-        "high": rounded(values.max(0)),
-        "n": len(tables),
-    }
+    ends = {"mean": values.mean(0), "low": values.min(0), "high": values.max(0)}
+    return {"at": rounded(np.asarray(at)), "n": len(curves), **{name: rounded(row) for name, row in ends.items()}}

@@ -17,6 +17,7 @@ from polarlm.verdict.groups import Group
 from polarlm.verdict.looks import Looks, pair_key
 from polarlm.verdict.measure import Measure, choose_measure, default_margin
 from polarlm.verdict.notes import notes_about
+from polarlm.verdict.per_document import document_sentence
 from polarlm.verdict.provenance import different_text
 from polarlm.verdict.sentences import verdict_parts
 
@@ -140,6 +141,8 @@ def judge_groups(
             gained = gains(_curves(group, measure), _curves(against, measure), comparison.seeds)
         if index in fair and comparison is not None:
             role, parts = COMPARED, verdict_parts(comparison, measure.unit, gaps, gained, head)
+            documents = document_sentence(group, against) if against is not None else None
+            parts += [documents] if documents else []
         elif index in greyed and against is not None:
             role, parts = UNEQUAL, [f"{group.label}: not judged against {against.label}: {unfair_reason(gaps)}."]
         elif against is group and len(groups) > 1:

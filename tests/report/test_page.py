@@ -141,16 +141,17 @@ def test_records_of_evaluations_become_panels_averaged_over_seeds(tmp_path):
     write_sweep(tmp_path / "runs", seeds=(1, 2), evaluations=True, diagnostics=False)
     (tmp_path / "runs" / "polar-seed1" / "evaluations" / "torn.json").write_text("{")
     compare(tmp_path / "runs", "--out", tmp_path / "report.html")
-    panels = {panel["name"]: panel for panel in payload_of((tmp_path / "report.html").read_text())["records"]}
-    assert set(panels) == {"calibration/calibration", "length/length"}
-    length = panels["length/length"]
-    assert (length["x"], length["log"], length["protocol"]) == ("context (tokens)", True, "data pydocs, split test")
-    records = [
-        json.loads((tmp_path / "runs" / f"polar-seed{seed}" / "evaluations" / "length.json").read_text())["curves"]
-        for seed in (1, 2)
-    ]
-    mean = [sum(r["length"]["y"][i] for r in records) / 2 for i in range(4)]
+    page = (tmp_path / "report.html").read_text()
+    panels = {panel["name"]: panel for panel in payload_of(page)["records"]}
+    assert list(panels) == ["length", "calibration"]
+    length = panels["length"]
+    assert (length["x"], length["y"], length["log"]) == ("context (tokens)", "bits per byte", True)
+    assert length["protocol"] == "data pydocs, split test, tokens 4096"
+    files = [tmp_path / "runs" / f"polar-seed{seed}" / "evaluations" for seed in (1, 2)]
+    records = [json.loads((f / "length-pydocs-test-00000000.json").read_text())["by_length"]["metrics"] for f in files]
+    mean = [sum(r[i]["bits_per_byte"] for r in records) / 2 for i in range(4)]
     assert length["lines"][2]["mean"] == pytest.approx(mean, rel=1e-4)
+    assert "sliding: data pydocs, split test, tokens 4096" in page  # its numbers stand in a table
 
 
 def test_samples_stand_side_by_side_and_unfinished_runs_have_a_bar(tmp_path):

@@ -5,10 +5,12 @@ import json
 import math
 import re
 
+import numpy as np
 import pytest
 
 from polarlm.errors import UserError
 from polarlm.report.tables import final_table, show_count, text_report
+from polarlm.runs.evaluations import write_evaluation
 from polarlm.runs.reading import find_run_folders, read_run
 from polarlm.verdict.defaults import shipped_default
 from polarlm.verdict.groups import follows_from_block, group_runs, varied_number
@@ -330,3 +332,18 @@ def test_the_headline_names_the_weakest_currency(tmp_path):
     assert re.search(
         r"than standard(, at equal \w+ too| at equal tokens, (but )?not)|every currency", headline(judgement)
     )
+
+
+def test_losses_per_document_add_what_text_like_this_would_say(tmp_path):
+    folders = write_sweep(tmp_path, blocks=("standard", "polar"), diagnostics=False)
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(100, 900, 50)
+    hard = rng.normal(1.4, 0.1, 50)
+    for folder in folders:
+        gain = 0.02 * math.log(2) if "polar" in folder.name else 0.0
+        nats = sizes * (hard - gain + 0.01 * rng.normal(size=50))
+        protocol = {"name": "documents", "data": "pydocs", "split": "test", "corpus": "c", "context": 64, "stride": 64}
+        write_evaluation(folder, {"protocol": protocol}, {"nats": nats, "bytes": sizes})
+    sentence = judge_groups(groups_of(folders)).rows[1].sentence
+    assert re.search(r"On text like this: −0\.0[12]\d* bits per byte .*50 documents × 3 seeds", sentence)
+    assert "On text like this" not in judge_groups(groups_of(write_sweep(tmp_path / "other"))).rows[1].sentence

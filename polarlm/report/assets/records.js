@@ -5,7 +5,7 @@ const RECORD_SECTION = "evaluations";
 
 function buildRecords() {
   const panels = DATA.records || [], section = document.getElementById(RECORD_SECTION);
-  if (!panels.length) { section.remove(); return; }
+  if (!panels.length && !$("table", section)) { section.remove(); return; }
   panels.forEach((panel, i) => {
     const id = "record-" + i;
     $(".grid", section).append(element("figure", { id }, element("figcaption"), element("div", { className: "key" }), element("div", { className: "plot" })));
