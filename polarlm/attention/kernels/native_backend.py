@@ -14,7 +14,7 @@ from torch import Tensor
 from polarlm.geometry.precision import MAX_QUERY_PRECISION, MIN_MAGNITUDE
 
 from .build import NotBuilt, library
-from .call import KERNELS, RADIAL_MODES, AttentionOutput, RobustCall
+from .call import KERNELS, RADIAL_CORRELATIONS, RADIAL_MODES, AttentionOutput, RobustCall
 from .noise import NOISE_ROWS, RADIAL_ROWS
 from .operator import differentiable, operator
 
@@ -36,7 +36,7 @@ class _Call(ctypes.Structure):
     _fields_ = [
         *[(name, ctypes.c_int64) for name in (
             "batch", "heads", "groups", "queries", "keys", "size",
-            "kernel", "decay_keys", "decay_values", "dot_form", "radial", "from_queries",
+            "kernel", "decay_keys", "decay_values", "dot_form", "radial", "correlation",
             "parts", "threads", "seed", "learns_shape",
         )],
         *[(name, ctypes.c_double) for name in ("half", "dropout", "cap", "least_magnitude")],
@@ -61,8 +61,6 @@ def native_obstacle(call: RobustCall) -> str | None:
         return f"it runs on the CPU and these tensors are on {call.q.device.type}"
     if call.return_weights:
         return "it never holds the weights that were asked for"
-    if call.radial_mode != "off" and call.radial_correlation == "one":
-        return "it knows block.radial_correlation=vv and qk"
     return unbuilt(call.score_dtype)
 
 
@@ -90,7 +88,7 @@ def native_attention(call: RobustCall) -> AttentionOutput:
     out, log_evidence, _, _, m_bar, *_ = native_forward(
         q, k, v, m, call.noise.rows(call.kernel, torch.float64), radial, call.documents, seed,
         call.kernel, call.residual_form == "dot", call.decay_keys and call.kernel != "gaussian", call.decay_values,
-        call.radial_mode, call.radial_correlation == "qk", size / 2, call.dropout,
+        call.radial_mode, call.radial_correlation, size / 2, call.dropout,
     )  # fmt: skip
     v_bar = out[..., :size] if padding else out
     return AttentionOutput(v_bar.to(call.v.dtype), log_evidence, m_bar if radial is not None else None)
@@ -99,7 +97,7 @@ def native_attention(call: RobustCall) -> AttentionOutput:
 def _describe(
     q: Tensor, k: Tensor, v: Tensor, m: Tensor | None, noise: Tensor, radial_noise: Tensor | None,
     documents: Tensor | None, seed: Tensor | None, kernel: str, dot_form: bool, decay_keys: bool, decay_values: bool,
-    radial: str, from_queries: bool, half: float, dropout: float,
+    radial: str, correlation: str, half: float, dropout: float,
 ) -> tuple[_Call, tuple[Tensor | None, ...]]:  # fmt: skip
     """The call as the kernels take it, and the tensors that must live as long."""
     (batch, heads, queries, size), (groups, keys) = q.shape, k.shape[1:3]
@@ -111,7 +109,8 @@ def _describe(
     threads = torch.get_num_threads() if batch * heads * queries * keys * size >= WORTH_SHARING else 1
     call = _Call(
         batch, heads, groups, queries, keys, size, KERNELS.index(kernel), decay_keys, decay_values, dot_form,
-        RADIAL_MODES.index(radial), from_queries, 1, threads, 0 if seed is None else int(seed), False,
+        RADIAL_MODES.index(radial), RADIAL_CORRELATIONS.index(correlation),
+        1, threads, 0 if seed is None else int(seed), False,
         half, dropout, MAX_QUERY_PRECISION, MIN_MAGNITUDE,
     )  # fmt: skip
     call.point(q=q, k=k, v=v, magnitude=m, documents=documents, noise=noise, radial_noise=radial_noise)
@@ -130,12 +129,12 @@ def _gradient(
 def native_forward(
     q: Tensor, k: Tensor, v: Tensor, m: Tensor | None, noise: Tensor, radial_noise: Tensor | None,
     documents: Tensor | None, seed: Tensor | None, kernel: str, dot_form: bool, decay_keys: bool, decay_values: bool,
-    radial: str, from_queries: bool, half: float, dropout: float,
+    radial: str, correlation: str, half: float, dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """OUTPUTS: v_bar (B,H,T,Dh), log-evidence (B,H,T), m_bar (B,T), the others for the backward pass."""
     call, _alive = _describe(
         q, k, v, m, noise, radial_noise, documents, seed, kernel, dot_form, decay_keys, decay_values, radial,
-        from_queries, half, dropout,
+        correlation, half, dropout,
     )  # fmt: skip
     outputs = _outputs(q, radial)
     call.point(**dict(zip(OUTPUTS, outputs)))
@@ -163,12 +162,12 @@ def native_backward(
     head_m_bar: Tensor,
     q: Tensor, k: Tensor, v: Tensor, m: Tensor | None, noise: Tensor, radial_noise: Tensor | None,
     documents: Tensor | None, seed: Tensor | None, kernel: str, dot_form: bool, decay_keys: bool, decay_values: bool,
-    radial: str, from_queries: bool, half: float, dropout: float, learns_shape: bool,
+    radial: str, correlation: str, half: float, dropout: float, learns_shape: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of DIFFERENTIABLE; empty where there is no such input."""
     call, _alive = _describe(
         q, k, v, m, noise, radial_noise, documents, seed, kernel, dot_form, decay_keys, decay_values, radial,
-        from_queries, half, dropout,
+        correlation, half, dropout,
     )  # fmt: skip
     units = call.batch * (call.groups if radial == "off" else 1)
     if units < 4 * call.threads and units % call.threads:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from cases import assert_same, make_case, run
 
 from polarlm.attention import kernels
-from polarlm.attention.kernels import KERNELS, build, native_backend, robust_attention
+from polarlm.attention.kernels import KERNELS, RADIAL_CORRELATIONS, build, native_backend, robust_attention
 from polarlm.errors import UserError
 
 SWITCHES = [(False, False), (True, True), (True, False), (False, True)]
@@ -53,13 +53,15 @@ def test_every_switch_in_float64(kernel, magnitude, decay_keys, decay_values):
 
 
 @pytest.mark.parametrize("radial_mode", ["own", "shared"])
+@pytest.mark.parametrize("radial_correlation", RADIAL_CORRELATIONS)
 @pytest.mark.parametrize(("queries", "keys"), [(17, 17), (7, 23), (70, 200)])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.usefixtures("poisoned_memory")
-def test_radial_channel_cache_and_documents(radial_mode, queries, keys, packed):
+def test_radial_channel_cache_and_documents(radial_mode, radial_correlation, queries, keys, packed):
     case = make_case(queries=queries, keys=keys)
     documents = (torch.arange(keys) // 9).expand(2, keys) if packed else None
-    assert_same(case, "native", 1e-9, kernel="student", radial_mode=radial_mode, documents=documents)
+    options = dict(radial_mode=radial_mode, radial_correlation=radial_correlation, documents=documents)
+    assert_same(case, "native", 1e-9, kernel="student", **options)
 
 
 @pytest.mark.parametrize("nu", [1.0, 3.0, 7.0, 4.0])
@@ -77,6 +79,7 @@ def test_whole_powers_are_taken_by_squaring(nu):
 def test_odd_lengths_and_sizes_in_fp32(length, heads, groups, size):
     case = make_case(batch=1, heads=heads, groups=groups, queries=length, size=size, dtype=torch.float32)
     assert_same(case, "native", 2e-4, kernel="student", radial_mode="own")
+    assert_same(case, "native", 2e-4, kernel="student", radial_mode="own", radial_correlation="qk")
     assert_same(case, "native", 2e-4, kernel="student", decay_keys=True, decay_values=True)
 
 

@@ -67,7 +67,7 @@ template <class T> class BackwardUnit : UnitData<T> {
                 const T norm = square_norm(key_rows(g * per_key_head, j), c.size);
                 k2[g * c.keys + j] = c.dot_form ? 0 : norm, key_norm[j] += norm * T(per_key_head);
             }
-        for (int64_t j = 0; j < c.keys; ++j) key_norm[j] = c.from_queries ? 1 / std::sqrt(key_norm[j]) : 1;
+        for (int64_t j = 0; j < c.keys; ++j) key_norm[j] = c.by_queries() ? inverse_root(key_norm[j]) : 1;
     }
 
     void run() {
@@ -113,7 +113,7 @@ template <class T> class BackwardUnit : UnitData<T> {
             }
             if (c.radial == SHARED) radial<SHARED>(q, k);
             if (c.radial != OFF) spread(q, k);
-            for (int64_t h = 0; h < unit.heads && (c.kernel != GAUSSIAN || c.from_queries); ++h) {
+            for (int64_t h = 0; h < unit.heads && (c.kernel != GAUSSIAN || c.by_queries()); ++h) {
                 const T* of_head = pairs + h * block;
                 to_keys<T>(q, k, c.size, of_head, this->rows(c.q, c.q_at, q, h), c.q_at.token,
                            key_gradient(c.dk, key_head(h), first), c.size);
@@ -263,7 +263,7 @@ template <class T> class BackwardUnit : UnitData<T> {
                 add_to<T>(sums.at(L_DECAYED) + lag, through_z * p.z);
                 const Vec<T> e = load(head.key_decay + lag), d_cosine = through_z * e * m_key;
                 sum_m += through_z * p.cosine * e;
-                if (c.from_queries) {
+                if (c.by_queries()) {
                     sum_norm += d_cosine * raw * load(cosine_scale + i);
                     add_to<T>(d_cosine_scale + i, d_cosine * raw * key_scale);
                 }
@@ -277,14 +277,14 @@ template <class T> class BackwardUnit : UnitData<T> {
     // ∂correlation -> dots of every head, or the values.
     void spread(Queries q, Keys k) {
         const int64_t block = BLOCK * BLOCK;
-        if (c.from_queries) {
+        if (c.by_queries()) {
             for (int64_t h = 0; h < unit.heads; ++h)
                 for (int64_t j = 0; j < k.count; ++j)
                     for (int64_t i = first_lane<T>(q, k.first + j); i < q.lanes; i += WIDTH<T>)
                         add_to<T>(pairs + h * block + j * BLOCK + i, load(d_z + j * BLOCK + i));
             return;
         }
-        for (int64_t g = 0; g < c.groups; ++g) {
+        for (int64_t g = 0; c.by_values() && g < c.groups; ++g) {
             to_keys<T>(q, k, c.size, d_z, value_rows(g, q.position), c.v_at.token, key_gradient(c.dv, g, k.first), c.size);
             to_queries<T>(q, k, c.size, d_z, value_rows(g, k.first), c.v_at.token, key_gradient(c.dv, g, q.position), c.size);
         }
@@ -294,7 +294,7 @@ template <class T> class BackwardUnit : UnitData<T> {
     void finish(Queries q) {
         for (int64_t h = 0; h < unit.heads; ++h)
             for (int64_t i = 0; i < q.count; ++i) {
-                const T r = cosine_scale[i], by_norm = c.from_queries ? T(-0.5) * d_cosine_scale[i] * r * r * r : 0;
+                const T r = cosine_scale[i], by_norm = c.by_queries() ? T(-0.5) * d_cosine_scale[i] * r * r * r : 0;
                 const T by_q2 = 2 * ((c.dot_form ? 0 : d_q2[h * BLOCK + i]) + by_norm);
                 const T* row = this->rows(c.q, c.q_at, q, h) + i * c.q_at.token;
                 T* out = this->rows(c.dq, c.dq_at, q, h) + i * c.dq_at.token;
@@ -307,7 +307,7 @@ template <class T> class BackwardUnit : UnitData<T> {
     void finish() {
         for (int64_t g = 0; g < key_heads; ++g)
             for (int64_t j = 0; j < c.keys; ++j) {
-                const T r = key_norm[j], by_norm = c.from_queries ? T(-0.5) * d_key_norm[j] * r * r * r * T(per_key_head) : 0;
+                const T r = key_norm[j], by_norm = c.by_queries() ? T(-0.5) * d_key_norm[j] * r * r * r * T(per_key_head) : 0;
                 const T by_k2 = 2 * ((c.dot_form ? 0 : d_k2[g * c.keys + j]) + by_norm);
                 const T* row = key_rows(g * per_key_head, j);
                 T* out = key_gradient(c.dk, key_head(g * per_key_head), j);

@@ -11,6 +11,7 @@
 
 enum Kernel : int64_t { STUDENT, EXPONENTIAL, GAUSSIAN };
 enum Radial : int64_t { OFF, OWN, SHARED };
+enum Correlation : int64_t { OF_VALUES, OF_QUERIES, ONE };  // what the radial channel takes its cosine from
 enum NoiseRow { MU, ETA_K2, ETA_Q2, SIGMA02, M_INF2, PROCESS2, SHAPE, NOISE_ROWS };  // SHAPE is ν or τ
 enum RadialRow { R_MU, R_ETA_K2, R_ETA_Q2, R_SIGMA02, R_NU, RADIAL_ROWS };
 
@@ -21,7 +22,7 @@ struct Strides {
 struct Call {
     // B batch, H query heads, G key heads, T queries = the last of S keys, Dh channels (a multiple of the vector width).
     int64_t batch, heads, groups, queries, keys, size;
-    int64_t kernel, decay_keys, decay_values, dot_form, radial, from_queries;  // from_queries: the radial cosine is q·k's
+    int64_t kernel, decay_keys, decay_values, dot_form, radial, correlation;
     int64_t parts, threads, seed, learns_shape;
     double half, dropout, cap, least_magnitude;
     Strides q_at, k_at, v_at, out_at, d_out_at, dq_at;
@@ -35,6 +36,8 @@ struct Call {
     double *d_noise, *d_radial;        // (parts,B,H,NOISE_ROWS), (parts,B,RADIAL_ROWS), zeroed
 
     int64_t blocks() const;  // of queries
+    bool by_values() const { return radial != OFF && correlation == OF_VALUES; }
+    bool by_queries() const { return radial != OFF && correlation == OF_QUERIES; }
     // A unit is what one task may work on alone: the query heads of one key head, or all heads with a radial channel.
     int64_t units() const { return batch * (radial != OFF ? 1 : groups); }
 };
@@ -169,6 +172,9 @@ template <class T> void transpose(const T* rows, int64_t stride, int64_t count, 
         for (int64_t i = count; i < lanes; ++i) to[i] = 0;
     }
 }
+
+constexpr double LEAST_NORM = 1e-12;  // a vector of zeros has cosine 0
+template <class T> T inverse_root(T square) { return 1 / std::max(std::sqrt(square), T(LEAST_NORM)); }
 
 template <class T> T square_norm(const T* x, int64_t size) {
     Vec<T> sum{};

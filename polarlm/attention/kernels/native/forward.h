@@ -138,10 +138,10 @@ template <class T> class ForwardBlock : UnitData<T> {
     }
 
     T key_norm(int64_t j) const {
-        if (!c.from_queries) return 1;
+        if (!c.by_queries()) return 1;
         T sum = 0;
         for (int64_t h = 0; h < unit.heads; ++h) sum += square_norm(key_rows(h, j), c.size);
-        return 1 / std::sqrt(sum);
+        return inverse_root(sum);
     }
 
     void finish() {

@@ -143,14 +143,16 @@ template <class T> struct UnitData {
             }
         }
         for (int64_t i = 0; i < q.count; ++i)
-            cosine_scale[i] = c.from_queries ? 1 / std::sqrt(cosine_scale[i]) : T(1) / T(c.groups * 2 * c.half);
-        for (int64_t g = 0; c.radial != OFF && !c.from_queries && g < c.groups; ++g)
+            cosine_scale[i] = c.by_queries()  ? inverse_root(cosine_scale[i])
+                              : c.by_values() ? T(1) / T(c.groups * 2 * c.half)
+                                              : T(1);
+        for (int64_t g = 0; c.by_values() && g < c.groups; ++g)
             transpose(value_rows(g, q.position), c.v_at.token, q.count, q.lanes, c.size, own_values + g * c.size * BLOCK);
     }
 
-    // Σ_h q·k of the heads' dot products in `pairs`, or Σ_g v·v.
+    // Σ_h q·k of the heads' dot products in `pairs`, or Σ_g v·v, or 1.
     void correlate(Queries q, Keys k, const T* pairs, const T* own_values, T* correlation) const {
-        if (!c.from_queries) {
+        if (c.by_values()) {
             for (int64_t g = 0; g < c.groups; ++g) {
                 const T *of_keys = value_rows(g, k.first), *own = own_values + g * c.size * BLOCK;
                 g ? dots<T, true>(q, k, c.size, of_keys, c.v_at.token, own, correlation)
@@ -160,8 +162,8 @@ template <class T> struct UnitData {
         }
         for (int64_t j = 0; j < k.count; ++j)
             for (int64_t i = first_lane<T>(q, k.first + j); i < q.lanes; i += WIDTH<T>) {
-                Vec<T> sum{};
-                for (int64_t h = 0; h < unit.heads; ++h) sum += load(pairs + (h * BLOCK + j) * BLOCK + i);
+                Vec<T> sum = all<T>(c.by_queries() ? 0 : 1);
+                for (int64_t h = 0; c.by_queries() && h < unit.heads; ++h) sum += load(pairs + (h * BLOCK + j) * BLOCK + i);
                 store<T>(correlation + j * BLOCK + i, sum);
             }
     }
