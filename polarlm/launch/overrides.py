@@ -1,23 +1,38 @@
-"""What a person typed, checked before Hydra composes it: every choice and key exists, or the nearest one is named."""
+"""What a person typed, checked before Hydra runs it: every choice, key and value is right, or the nearest is named."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from polarlm.errors import UserError, did_you_mean
+from polarlm.launch.check import check_eval, check_train
 from polarlm.launch.plugins import register_plugins
 from polarlm.locations import CONFIGS
+
+CHECKS: dict[str, Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]] = {
+    "train": check_train,
+    "eval": check_eval,
+}
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """One run: its overrides, and its configuration as plain, checked values, or why it is refused."""
+
+    overrides: list[str]
+    config: dict[str, Any] | None
+    error: UserError | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The jobs that a command line asks for: one list of overrides each."""
+    """What a command line asks for."""
 
     multirun: bool
     overrides: list[str]  # as Hydra wants them
-    jobs: list[list[str]]
+    jobs: list[PlannedJob]
     varied: list[str]  # the keys that differ between the jobs
 
 
@@ -37,39 +52,34 @@ def config_loader() -> Any:
 
 
 def plan_jobs(loader: Any, config_name: str, overrides: Sequence[str], *, multirun: bool) -> Plan:
-    """Check every override and expand the sweep; a wrong one is a UserError that names the nearest right one."""
+    """Check every override and expand the sweep; a wrong one is a UserError that names the nearest right one.
+
+    A wrong value in one job of a sweep is kept with that job, unless every job is wrong.
+    """
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.types import RunMode
 
     groups = dict(compose(loader, config_name, []).hydra.runtime.choices)
     # `+sweep=nu` asks for what `sweep=nu` asks for; Hydra itself would refuse the + of a group it knows.
-    overrides = [
-        text[1:] if text.startswith("+") and text[1:].partition("=")[0] in groups else text for text in overrides
-    ]
+    overrides = [text[1:] if text.startswith("+") and _name(text[1:]) in groups else text for text in overrides]
     parsed = [_parse(loader, text) for text in overrides]
+    named = [o.input_line for o in parsed if o.key_or_group in groups and not o.is_sweep_override()]
     for override in parsed:
         _check_choice(loader, config_name, groups, override)
-    named = [o.input_line for o in parsed if o.key_or_group in groups and not o.is_sweep_override()]
     hydra = compose(loader, config_name, named).hydra
     params = [_parse(loader, f"{key}={value}") for key, value in (hydra.sweeper.get("params") or {}).items()]
     for override in params:
         _check_choice(loader, config_name, groups, override)
     multirun = multirun or hydra.mode == RunMode.MULTIRUN
-    several = next((o for o in parsed if o.is_sweep_override()), None)
-    if several is not None and not multirun:
-        raise UserError(
-            f"{several.input_line} names several values; add -m to train every combination, "
-            f"or write {several.key_or_group}=[…] for a list"
-        )
-    endless = next((o for o in (*params, *parsed) if o.is_interval_sweep()), None)
-    if endless is not None:
-        raise UserError(f"{endless.input_line} is an interval, which has no end of values; list them: a,b,c")
+    _check_several([*params, *parsed], parsed, multirun)
     everything = [o for o in (*params, *parsed) if not o.is_hydra_override()]
     own = [o.input_line for o in parsed if o.is_hydra_override()]
     jobs = BasicSweeper.split_arguments(everything, None)[0] if multirun else [[o.input_line for o in everything]]
-    _check_keys(loader, config_name, groups, [[*own, *job] for job in jobs])
     varied = list(dict.fromkeys(o.key_or_group for o in everything if o.is_sweep_override()))
-    return Plan(multirun, overrides, jobs, varied)
+    planned = list(_check_jobs(loader, config_name, groups, own, jobs))
+    if all(job.error for job in planned):
+        raise planned[0].error  # type: ignore[misc]
+    return Plan(multirun, overrides, planned, varied)
 
 
 def compose(loader: Any, config_name: str, overrides: Sequence[str]) -> Any:
@@ -110,47 +120,90 @@ def _check_choice(loader: Any, config_name: str, groups: dict[str, Any], overrid
     if override.is_delete():
         raise UserError(f"'{override.input_line}': every run needs a {name}; choose one with {name}=…")
     options = loader.get_group_options(name)
-    values = override.sweep_iterator() if override.is_sweep_override() else [override.value()]
-    for value in values:
+    for value in override.sweep_iterator() if override.is_sweep_override() else [override.value()]:
         if str(value) not in options:
             raise UserError(
                 f"{name}={value} does not exist. {did_you_mean(str(value), options)}Choices: {', '.join(options)}"
             )
 
 
-def _check_keys(loader: Any, config_name: str, groups: dict[str, Any], jobs: list[list[str]]) -> None:
-    """Every key of every job exists in the configuration that the job's own choices make."""
-    known: dict[tuple[str, ...], list[str]] = {}
-    for job in jobs:
-        overrides = [_parse(loader, text) for text in job]
-        choices = tuple(o.input_line for o in overrides if o.key_or_group in groups)
-        if choices not in known:
-            known[choices] = list(flat_keys(_plain(compose(loader, config_name, choices))))
-        keys = known[choices]
-        for override in overrides:
-            name = override.key_or_group
-            if name in groups or "/" in name:
-                continue
-            exists = name in keys or _is_list_place(name, keys)
-            if override.is_add() and not override.is_force_add() and exists:
-                raise UserError(f"'{name}' exists already; write {name}=… without the +")
-            if not override.is_add() and not exists:
-                own = [key for key in keys if not key.startswith("hydra") and "._" not in key]
-                where = f" with {' '.join(choices)}" if choices and name.partition(".")[0] in groups else ""
-                raise UserError(
-                    f"There is no setting '{name}'{where}. {did_you_mean(name, own)}"
-                    f"See all with: python {config_name}.py --cfg job"
-                )
+def _check_several(overrides: Sequence[Any], typed: Sequence[Any], multirun: bool) -> None:
+    """Several values are for a sweep, and a sweep needs an end."""
+    several = next((o for o in typed if o.is_sweep_override()), None)
+    if several is not None and not multirun:
+        raise UserError(
+            f"{several.input_line} names several values; add -m to train every combination, "
+            f"or write {several.key_or_group}=[…] for a list"
+        )
+    endless = next((o for o in overrides if o.is_interval_sweep()), None)
+    if endless is not None:
+        raise UserError(f"{endless.input_line} is an interval, which has no end of values; list them: a,b,c")
 
 
-def _is_list_place(name: str, keys: Sequence[str]) -> bool:
-    """Whether `optim.betas.1` names an item of the list optim.betas."""
-    parent, _, place = name.rpartition(".")
-    return place.isdigit() and parent in keys
-
-
-def _plain(cfg: Any) -> dict[str, Any]:
+def _check_jobs(
+    loader: Any, config_name: str, groups: dict[str, Any], own: list[str], jobs: list[list[str]]
+) -> Iterator[PlannedJob]:
+    """Every key exists in what the job's own choices compose, and every value is of its type and range."""
     from omegaconf import OmegaConf
 
-    tree: Any = OmegaConf.to_container(cfg, resolve=False)
-    return tree
+    composed: dict[tuple[str, ...], tuple[Any, list[str]]] = {}
+    for job in jobs:
+        overrides = [_parse(loader, text) for text in (*own, *job)]
+        choices = tuple(o.input_line for o in overrides if o.key_or_group in groups)
+        if choices not in composed:
+            shipped = compose(loader, config_name, choices)
+            composed[choices] = shipped, list(flat_keys(OmegaConf.to_container(shipped, resolve=False)))
+        shipped, keys = composed[choices]
+        settings = [o for o in overrides if o.key_or_group not in groups and "/" not in o.key_or_group]
+        for override in settings:
+            _check_key(config_name, groups, choices, keys, override)
+        try:
+            yield PlannedJob(job, _checked(config_name, shipped, settings))
+        except UserError as error:
+            yield PlannedJob(job, None, error)
+
+
+def _check_key(config_name: str, groups: dict[str, Any], choices: tuple[str, ...], keys: list[str], o: Any) -> None:
+    name = o.key_or_group
+    parent, _, place = name.rpartition(".")
+    exists = name in keys or (place.isdigit() and parent in keys)  # optim.betas.1 is an item of a list
+    if o.is_add() and not o.is_force_add() and exists:
+        raise UserError(f"'{name}' exists already; write {name}=… without the +")
+    if not o.is_add() and not exists:
+        near = [key for key in keys if not key.startswith("hydra") and "._" not in key]
+        where = f" with {' '.join(choices)}" if choices and name.partition(".")[0] in groups else ""
+        raise UserError(
+            f"There is no setting '{name}'{where}. {did_you_mean(name, near)}"
+            f"See all with: python {config_name}.py --cfg job"
+        )
+    if o.is_delete():
+        raise UserError(f"'{o.input_line}': a setting can't be taken away; give it another value")
+
+
+def _checked(config_name: str, shipped: Any, overrides: Sequence[Any]) -> dict[str, Any]:
+    """The job's configuration: what the files say, with the overrides, as plain values of the right types."""
+    import copy
+
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    config = copy.deepcopy(shipped)
+    choices = {k: v for k, v in config.hydra.runtime.choices.items() if "hydra" not in k and v is not None}
+    OmegaConf.set_struct(config, False)
+    del config["hydra"]
+    try:
+        for override in overrides:
+            if not override.key_or_group.startswith("hydra"):
+                OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
+        missing = sorted(OmegaConf.missing_keys(config))
+        if missing:
+            raise UserError(f"{missing[0]} must be given: {missing[0]}=…")
+        plain: Any = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key or 'The configuration'}: {str(error.msg).splitlines()[0]}") from error
+    original: Any = OmegaConf.to_container(shipped, resolve=False)
+    return {**CHECKS[config_name](plain, original), "choices": choices}
+
+
+def _name(text: str) -> str:
+    return text.partition("=")[0]

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from polarlm.errors import UserError
+from polarlm.launch.check import check_train
 from polarlm.launch.table import final_table
-from polarlm.locations import CONFIGS
 from polarlm.runs.files import read_json
 from polarlm.training.loggers.sinks import command_overrides, sweep_group
 from polarlm.training.loop import RESULT_VARIABLE, train_run
@@ -45,16 +44,11 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     missing = OmegaConf.missing_keys(cfg)
     if missing:
         raise UserError(f"{', '.join(sorted(missing))} must be given, for example {sorted(missing)[0]}=…")
-    config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    config = check_train(OmegaConf.to_container(cfg, resolve=True))  # type: ignore[arg-type]
     choices = HydraConfig.get().runtime.choices
     config["choices"] = {k: v for k, v in choices.items() if "hydra" not in k and v is not None}
     config["choices"]["model"] = size_name(config["model"], choices["model"])
-    known = set(OmegaConf.load(CONFIGS / "train.yaml")) | set(GROUP_KEYS) | {"choices"}
-    for key in config.keys() - known:
-        warnings.warn(f"The setting '{key}' is not known to polarlm and has no effect", stacklevel=2)
     config["group"] = config["group"] or sweep_group(config, *command_overrides())
-    if not isinstance(config["seed"], int) or config["seed"] < 0:
-        raise UserError(f"seed={config['seed']!r} must be a whole number from 0 up")
     return config
 
 
@@ -76,9 +70,6 @@ def named_sizes(choice: str) -> dict[str, Any]:
     own: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(path))  # type: ignore[assignment]
     parents = [name for name in own.pop("defaults", []) if isinstance(name, str) and name != "_self_"]
     return {key: value for source in (*map(named_sizes, parents), own) for key, value in source.items()}
-
-
-GROUP_KEYS = ("model", "block", "data", "tokenizer", "optim", "schedule", "trainer", "logger", "diagnostics")
 
 
 def train_and_tell(config: dict[str, Any]) -> float:

@@ -5,27 +5,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from polarlm.errors import UserError
+from polarlm.settings import setting
 
 
 @dataclass(frozen=True)
 class GPTConfig:
     """The size of a model, in plain values; what stands in its blocks is chosen separately."""
 
-    vocab_size: int
-    context: int
-    d_model: int
-    n_layer: int
-    n_head: int
-    n_kv_head: int | None = None  # fewer than n_head: grouped-query attention
-    head_dim: int | None = None  # d_model / n_head when not given
-    ffn: str = "swiglu"
-    ffn_mult: float = 4.0  # hidden size in units of d_model, as for GELU; SwiGLU takes 2/3 of it (equal parameters)
+    vocab_size: int = setting(at_least=1)
+    context: int = setting(at_least=1)
+    d_model: int = setting(at_least=1)
+    n_layer: int = setting(at_least=1)
+    n_head: int = setting(at_least=1)
+    n_kv_head: int | None = setting(None, at_least=1)  # fewer than n_head: grouped-query attention
+    head_dim: int | None = setting(None, at_least=1)  # d_model / n_head when not given
+    ffn: str = setting("swiglu", choices=("swiglu", "gelu"))
+    # Hidden size in units of d_model, as for GELU; SwiGLU takes 2/3 of it (equal parameters).
+    ffn_mult: float = setting(4.0, above=0)
     tie_embeddings: bool = True
-    dropout: float = 0.0
-    rope_base: float = 10000.0
-    norm_eps: float = 1e-6
-    init: str = "width"  # deviation of fresh matrices: width (1/sqrt of the inputs) | gpt2 (0.02)
-    frame: str = "pre"  # where the stream is normalised: pre (before each branch) | post (after each addition)
+    dropout: float = setting(0.0, at_least=0, below=1)
+    rope_base: float = setting(10000.0, above=1)
+    norm_eps: float = setting(1e-6, above=0)
+    # Deviation of fresh matrices: width (1/sqrt of the inputs) | gpt2 (0.02).
+    init: str = setting("width", choices=("width", "gpt2"))
+    # Where the stream is normalised: pre (before each branch) | post (after each addition).
+    frame: str = setting("pre", choices=("pre", "post"))
     checkpointing: bool = False  # recompute each block in the backward pass instead of storing it
 
     def __post_init__(self) -> None:

@@ -1,0 +1,99 @@
+"""A composed configuration, checked against the schema: types, ranges, words, and what must fit together."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import fields
+from typing import Any
+
+from polarlm.errors import UserError, did_you_mean
+from polarlm.launch.schema import BlockSettings, EvalSettings, TrainSettings, group_schemas
+from polarlm.model.config import GPTConfig
+from polarlm.settings import check_value, plain_settings
+
+
+def check_train(config: dict[str, Any], shipped: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The configuration with every value of the right type, or a UserError about the first wrong one.
+
+    `shipped` is what the chosen files say without further overrides; with it, a key of a block that was added by hand
+    is refused. Keys at the top that we do not know are kept with a warning: a user's own notes.
+    """
+    schemas = group_schemas()
+    own = {f.name for f in fields(TrainSettings)}
+    missing = [group for group in (*schemas, "model", "block") if group not in config]
+    if missing:
+        raise UserError(f"{missing[0]} must be given: choose one with {missing[0]}=….")
+    checked = plain_settings(TrainSettings, {key: value for key, value in config.items() if key in own}, "")
+    checked["model"] = check_model(config["model"])
+    for group, schema in schemas.items():
+        checked[group] = plain_settings(schema, config[group], group)
+    checked["block"] = check_block(config["block"], (shipped or config)["block"])
+    for key in config.keys() - checked.keys() - {"choices"}:
+        warnings.warn(f"The setting '{key}' is not known to polarlm and has no effect", stacklevel=2)
+    check_relations(checked)
+    return {key: checked.get(key, value) for key, value in config.items()}
+
+
+def check_model(model: Any) -> dict[str, Any]:
+    """A model's size; the vocabulary is the tokenizer's, so it is not a setting."""
+    if isinstance(model, dict):
+        if "vocab_size" in model:
+            raise UserError("model.vocab_size is not an option: the tokenizer decides it (tokenizer.vocab_size=…).")
+        model = {**model, "vocab_size": 1}
+    checked = plain_settings(GPTConfig, model, "model")
+    del checked["vocab_size"]
+    return checked
+
+
+def check_eval(config: dict[str, Any], shipped: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The same for eval.yaml."""
+    return plain_settings(EvalSettings, config, "")
+
+
+def check_block(block: Any, shipped: dict[str, Any]) -> dict[str, Any]:
+    """A block's settings: known keys by BlockSettings, others by the type of the default that its yaml gives them."""
+    if not isinstance(block, dict) or not str(block.get("_target_", "")).startswith("polarlm."):
+        raise UserError("block must name a class of polarlm as its _target_; choose one with block=…")
+    known = {f.name for f in fields(BlockSettings)}
+    checked = {}
+    for key, value in block.items():
+        if key not in shipped:
+            names = [f"block.{name}" for name in shipped if not name.startswith("_")]
+            raise UserError(f"block.{key} is not an option. {did_you_mean(f'block.{key}', names)}".strip())
+        checked[key] = (
+            check_value(BlockSettings, key, value, "block") if key in known else _like(key, value, shipped[key])
+        )
+    return checked
+
+
+def _like(key: str, value: Any, default: Any) -> Any:
+    """A value of the same type as its default; a default of null or a list says nothing about it."""
+    kinds = {
+        bool: (bool, "true or false"),
+        int: (int, "a whole number"),
+        float: ((int, float), "a number"),
+        str: (str, "text"),
+    }
+    kind, wanted = kinds.get(type(default), (object, ""))
+    if not isinstance(value, kind) or (
+        isinstance(value, bool) and not isinstance(default, bool) and default is not None
+    ):
+        raise UserError(f"block.{key}={value!r} must be {wanted}.")
+    return value
+
+
+def check_relations(config: dict[str, Any]) -> None:
+    """What must fit together: head sizes, batch and context, warm-up and length, splits."""
+    from polarlm.data.config import read_config
+    from polarlm.data.tokenizers.config import read_tokenizer_config
+    from polarlm.training.batching import plan_batches, total_steps
+    from polarlm.training.schedule import learning_rate_factor
+
+    trainer, schedule = config["trainer"], dict(config["schedule"])
+    GPTConfig(vocab_size=1, **config["model"])
+    processes = trainer["devices"] * trainer["nodes"]
+    plan = plan_batches(trainer["batch_tokens"], config["model"]["context"], processes, trainer["micro_batch_tokens"])
+    steps = total_steps(trainer["max_steps"], trainer["max_tokens"], plan.tokens)
+    learning_rate_factor(schedule.pop("kind"), steps * plan.tokens, **schedule)
+    read_config(config["data"])
+    read_tokenizer_config(config["tokenizer"])
