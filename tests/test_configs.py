@@ -1,9 +1,13 @@
 """Every shipped choice composes, and what it composes to can be built."""
 
+from dataclasses import MISSING, fields
+
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from polarlm.data.config import DataConfig, SplitConfig
+from polarlm.launch.check import check_train
 from polarlm.locations import CONFIGS
 from polarlm.model import GPTConfig
 from polarlm.training.batching import plan_batches, total_steps
@@ -53,3 +57,31 @@ def test_the_help_is_written_for_people():
     ).stdout
     for text in ("block: ", "polar", "trainer.max_steps", "Examples", "python train.py -m", "--cfg job"):
         assert text in out
+
+
+@pytest.mark.parametrize("choice", [f"{group}={name}" for group in (*GROUPS, "block") for name in choices(group)])
+def test_every_shipped_setting_has_a_rule_and_keeps_its_value(choice):
+    """A new key of a group needs a line in its schema: launch/schema.py, data/config.py, model/config.py."""
+    config = composed(choice)
+    if choice.startswith("model="):
+        config["trainer"]["batch_tokens"] = 8 * config["model"]["context"]
+    config["cache_dir"] = "cache"
+    assert check_train(config) == config
+
+
+def test_a_default_that_stands_in_a_class_too_is_the_same_there():
+    def differing(schema: type, *sources: dict) -> dict:
+        defaults = {f.name: f.default for f in fields(schema) if f.default is not MISSING}
+        return {
+            key: (value, defaults[key])
+            for source in sources
+            for key, value in source.items()
+            if key in defaults and value != defaults[key]
+        }
+
+    base = OmegaConf.to_container(OmegaConf.load(CONFIGS / "data" / "common" / "base.yaml"))
+    split = base.pop("split")
+    sizes = ("context", "d_model", "n_layer", "n_head")  # these have no default in the class
+    assert differing(GPTConfig, {k: v for k, v in composed()["model"].items() if k not in sizes}) == {}
+    assert differing(DataConfig, base) == {}
+    assert differing(SplitConfig, split) == {}

@@ -68,16 +68,14 @@ def check_block(block: Any, shipped: dict[str, Any]) -> dict[str, Any]:
 
 def _like(key: str, value: Any, default: Any) -> Any:
     """A value of the same type as its default; a default of null or a list says nothing about it."""
-    kinds = {
-        bool: (bool, "true or false"),
-        int: (int, "a whole number"),
-        float: ((int, float), "a number"),
-        str: (str, "text"),
-    }
-    kind, wanted = kinds.get(type(default), (object, ""))
-    if not isinstance(value, kind) or (
-        isinstance(value, bool) and not isinstance(default, bool) and default is not None
-    ):
+    if isinstance(default, bool):
+        right, wanted = isinstance(value, bool), "true or false"
+    elif isinstance(default, (int, float)):
+        right = isinstance(value, type(default) | int) and not isinstance(value, bool)
+        wanted = "a whole number" if isinstance(default, int) else "a number"
+    else:
+        right, wanted = not isinstance(default, str) or isinstance(value, str), "text"
+    if not right:
         raise UserError(f"block.{key}={value!r} must be {wanted}.")
     return value
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
 from polarlm.errors import UserError, did_you_mean
 from polarlm.launch.check import check_eval, check_train
 from polarlm.launch.plugins import register_plugins
-from polarlm.locations import CONFIGS
+from polarlm.locations import CONFIGS, own_configs
 
 CHECKS: dict[str, Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]] = {
     "train": check_train,
@@ -38,6 +40,11 @@ class Plan:
 
 def config_loader() -> Any:
     """Hydra's loader over our configs (and the user's own), with Hydra left as it was found."""
+    return _loader(own_configs())
+
+
+@cache
+def _loader(own: Path | None) -> Any:
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
@@ -83,7 +90,12 @@ def plan_jobs(loader: Any, config_name: str, overrides: Sequence[str], *, multir
 
 
 def compose(loader: Any, config_name: str, overrides: Sequence[str]) -> Any:
-    """The configuration that Hydra composes for one run, with its own node `hydra`."""
+    """The configuration that Hydra composes for one run, with its own node `hydra`; to be read, not changed."""
+    return _composed(loader, config_name, tuple(overrides))
+
+
+@lru_cache(maxsize=256)
+def _composed(loader: Any, config_name: str, overrides: tuple[str, ...]) -> Any:
     from hydra.types import RunMode
 
     return loader.load_configuration(config_name, list(overrides), run_mode=RunMode.RUN)

@@ -54,7 +54,9 @@ def serve() -> None:
     import polarlm.launch.entry
     import polarlm.launch.overrides
 
-    polarlm.launch.overrides.config_loader()
+    loader = polarlm.launch.overrides.config_loader()
+    for name in ("train", "eval"):
+        polarlm.launch.overrides.compose(loader, name, [])
     for line in sys.stdin:
         request = json.loads(line)
         reader, writer = os.pipe()

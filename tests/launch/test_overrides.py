@@ -71,6 +71,18 @@ def test_a_named_sweep_needs_neither_plus_nor_flag(loader, typed):
     assert made.varied == ["block.nu_t", "seed"] and made.overrides == ["sweep=nu", "seed=1,2"]
 
 
+def test_a_wrong_value_in_one_job_leaves_the_other_jobs_alone(loader):
+    made = plan(loader, "model.n_head=2,3,4", multirun=True)
+    assert [job.error is None for job in made.jobs] == [True, False, True]
+    assert "model.n_head=3" in str(made.jobs[1].error)
+
+
+def test_values_arrive_with_their_types(loader):
+    (job,) = plan(loader, "trainer.max_tokens=2e6", "optim.lr=1", "name=7").jobs
+    assert job.config["trainer"]["max_tokens"] == 2_000_000 and isinstance(job.config["trainer"]["max_tokens"], int)
+    assert isinstance(job.config["optim"]["lr"], float)
+
+
 def test_an_interval_cannot_be_swept(loader):
     with pytest.raises(UserError, match="interval"):
         plan(loader, "optim.lr=interval(0,1)", multirun=True)
@@ -88,4 +100,5 @@ def test_a_folder_configs_where_the_command_is_typed_adds_choices(tmp_path, monk
     (tmp_path / "configs" / "block").mkdir(parents=True)
     (tmp_path / "configs" / "block" / "mine.yaml").write_text("defaults: [standard, _self_]\nqk_norm: true\n")
     monkeypatch.chdir(tmp_path)
-    assert plan(config_loader(), "block=mine", "block.qk_norm=false").jobs == [["block=mine", "block.qk_norm=false"]]
+    (job,) = plan(config_loader(), "block=mine", "block.qk_norm=false").jobs
+    assert job.config["block"]["qk_norm"] is False and job.config["choices"]["block"] == "mine"
