@@ -6,8 +6,9 @@ import warnings
 from dataclasses import fields
 from typing import Any
 
+from polarlm.data.config import DataConfig, read_config
 from polarlm.errors import UserError, did_you_mean
-from polarlm.launch.schema import BlockSettings, EvalSettings, TrainSettings, group_schemas
+from polarlm.launch.schema import OPEN_GROUPS, EvalSettings, TrainSettings, group_schemas
 from polarlm.model.config import GPTConfig
 from polarlm.settings import check_value, plain_settings
 
@@ -20,14 +21,15 @@ def check_train(config: dict[str, Any], shipped: dict[str, Any] | None = None) -
     """
     schemas = group_schemas()
     own = {f.name for f in fields(TrainSettings)}
-    missing = [group for group in (*schemas, "model", "block") if group not in config]
+    missing = [group for group in (*schemas, *OPEN_GROUPS, "model") if group not in config]
     if missing:
         raise UserError(f"{missing[0]} must be given: choose one with {missing[0]}=….")
     checked = plain_settings(TrainSettings, {key: value for key, value in config.items() if key in own}, "")
     checked["model"] = check_model(config["model"])
     for group, schema in schemas.items():
         checked[group] = plain_settings(schema, config[group], group)
-    checked["block"] = check_block(config["block"], (shipped or config)["block"])
+    for group in OPEN_GROUPS:
+        checked[group] = check_open(group, config[group], (shipped or config)[group])
     for key in config.keys() - checked.keys() - {"choices"}:
         warnings.warn(f"The setting '{key}' is not known to polarlm and has no effect", stacklevel=2)
     check_relations(checked)
@@ -46,23 +48,29 @@ def check_model(model: Any) -> dict[str, Any]:
 
 
 def check_eval(config: dict[str, Any], shipped: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The same for eval.yaml."""
-    return plain_settings(EvalSettings, config, "")
+    """The same for eval.yaml, which may name another corpus."""
+    own = plain_settings(EvalSettings, {key: value for key, value in config.items() if key != "data"}, "")
+    return own if config.get("data") is None else {**own, "data": plain_settings(DataConfig, config["data"], "data")}
 
 
-def check_block(block: Any, shipped: dict[str, Any]) -> dict[str, Any]:
-    """A block's settings: known keys by BlockSettings, others by the type of the default that its yaml gives them."""
-    if not isinstance(block, dict) or not str(block.get("_target_", "")).startswith("polarlm."):
-        raise UserError("block must name a class of polarlm as its _target_; choose one with block=…")
-    known = {f.name for f in fields(BlockSettings)}
+def check_open(group: str, given: Any, shipped: dict[str, Any]) -> dict[str, Any]:
+    """A group that names a class: known keys by the group's schema, others by the type of their default in the yaml.
+
+    So a new block, optimiser or schedule is a Python file and a yaml; its class checks what its schema does not know.
+    """
+    if not isinstance(given, dict) or "_target_" not in given:
+        raise UserError(f"{group} must name a class as its _target_; choose one with {group}=…")
+    schema = OPEN_GROUPS[group]
+    known = {f.name for f in fields(schema)}
     checked = {}
-    for key, value in block.items():
+    for key, value in given.items():
         if key not in shipped:
-            names = [f"block.{name}" for name in shipped if not name.startswith("_")]
-            raise UserError(f"block.{key} is not an option. {did_you_mean(f'block.{key}', names)}".strip())
-        checked[key] = (
-            check_value(BlockSettings, key, value, "block") if key in known else _like(key, value, shipped[key])
-        )
+            names = [f"{group}.{name}" for name in shipped if not name.startswith("_")]
+            raise UserError(f"{group}.{key} is not an option. {did_you_mean(f'{group}.{key}', names)}".strip())
+        if key in known:
+            checked[key] = check_value(schema, key, value, group)
+        else:
+            checked[key] = _like(f"{group}.{key}", value, shipped[key])
     return checked
 
 
@@ -76,22 +84,21 @@ def _like(key: str, value: Any, default: Any) -> Any:
     else:
         right, wanted = not isinstance(default, str) or isinstance(value, str), "text"
     if not right:
-        raise UserError(f"block.{key}={value!r} must be {wanted}.")
+        raise UserError(f"{key}={value!r} must be {wanted}.")
     return value
 
 
 def check_relations(config: dict[str, Any]) -> None:
     """What must fit together: head sizes, batch and context, warm-up and length, splits."""
-    from polarlm.data.config import read_config
     from polarlm.data.tokenizers.config import read_tokenizer_config
     from polarlm.training.batching import plan_batches, total_steps
-    from polarlm.training.schedule import learning_rate_factor
+    from polarlm.training.schedules import build_schedule
 
-    trainer, schedule = config["trainer"], dict(config["schedule"])
+    trainer = config["trainer"]
     GPTConfig(vocab_size=1, **config["model"])
     processes = trainer["devices"] * trainer["nodes"]
     plan = plan_batches(trainer["batch_tokens"], config["model"]["context"], processes, trainer["micro_batch_tokens"])
     steps = total_steps(trainer["max_steps"], trainer["max_tokens"], plan.tokens)
-    learning_rate_factor(schedule.pop("kind"), steps * plan.tokens, **schedule)
+    build_schedule(config["schedule"], steps * plan.tokens)
     read_config(config["data"])
     read_tokenizer_config(config["tokenizer"])

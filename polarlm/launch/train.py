@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from polarlm.errors import UserError
 from polarlm.launch.check import check_train
 from polarlm.launch.table import final_table
+from polarlm.locations import CONFIGS
 from polarlm.runs.files import read_json
 from polarlm.training.loggers.sinks import command_overrides, sweep_group
 from polarlm.training.loop import RESULT_VARIABLE, train_run
