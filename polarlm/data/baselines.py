@@ -10,20 +10,20 @@ _LIMIT = 50_000_000  # of training tokens counted; more no longer changes either
 
 
 def ngram_losses(corpus: Corpus, split: str = "val", tokens: int | None = None) -> dict[str, float]:
-    """Nats per token on a split (every token but the first, or its first `tokens`), counted on the train split.
+    """Nats per target on a split (every token but the first, or its first `tokens`), counted on the train split.
 
     Unigram: p(w) = (c(w) + 1) / (N + V). Bigram, interpolated after Witten and Bell:
     p(w|v) = (c(v,w) + t(v)·p(w)) / (c(v) + t(v)), t(v) = number of different tokens seen after v.
     """
     vocab = corpus.tokenizer.vocab_size
-    train = corpus.store("train")[:_LIMIT].astype(np.int64)
-    judged = corpus.store(split)[: min(tokens or _LIMIT, _LIMIT)].astype(np.int64)
-    before, after = judged[:-1], judged[1:]
+    seen, seen_after = _pairs(corpus, "train", _LIMIT)
+    before, after = _pairs(corpus, split, min(tokens or _LIMIT, _LIMIT))
 
-    unigram = (np.bincount(train, minlength=vocab) + 1.0) / (len(train) + vocab)
-    pairs, counts = np.unique(train[:-1] * vocab + train[1:], return_counts=True)
+    answers = seen_after if corpus.probe is not None else np.concatenate([seen[:1], seen_after])
+    unigram = (np.bincount(answers, minlength=vocab) + 1.0) / (len(answers) + vocab)
+    pairs, counts = np.unique(seen * vocab + seen_after, return_counts=True)
     followers = np.bincount(pairs // vocab, minlength=vocab)
-    total = np.bincount(train[:-1], minlength=vocab)
+    total = np.bincount(seen, minlength=vocab)
 
     wanted = before * vocab + after
     place = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
@@ -32,3 +32,13 @@ def ngram_losses(corpus: Corpus, split: str = "val", tokens: int | None = None) 
     weight = np.maximum(followers[before], 1)
     bigram = (together + weight * unigram[after]) / (total[before] + weight)
     return {"unigram": float(-np.log(unigram[after]).mean()), "bigram": float(-np.log(bigram).mean())}
+
+
+def _pairs(corpus: Corpus, split: str, limit: int) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, their targets): the next tokens, or the answers of a task where it asks for one."""
+    tokens = corpus.store(split)[:limit].astype(np.int64)
+    if corpus.probe is None:
+        return tokens[:-1], tokens[1:]
+    symbols = tokens[: len(tokens) // corpus.probe.length * corpus.probe.length].reshape(-1, corpus.probe.length)
+    answers, asked = corpus.probe.answers(symbols)
+    return symbols[asked], answers[asked]

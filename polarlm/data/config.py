@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from polarlm.data.probes import PROBES, Permutations, Probe, Recall
 from polarlm.errors import UserError
 from polarlm.settings import read_settings, setting
 
@@ -41,12 +42,14 @@ class DataConfig:
     """One corpus: where its text is, what a document is, how it is split and stored."""
 
     name: str = "text"
-    source: str = setting("files", choices=("pydocs", "files", "hub", "mixture"))
+    source: str = setting("files", choices=("pydocs", "files", "hub", "mixture", *PROBES))
     path: str | None = None
     local: str | None = None
     url: str | None = None
     sha256: str | None = None
     hub: HubConfig | None = None
+    mqar: Recall | None = None
+    permutations: Permutations | None = None
     column: str = "text"
     document_separator: str | None = None
     document_start: str | None = None
@@ -64,6 +67,13 @@ class DataConfig:
     eval_tokens: int | None = setting(None, at_least=2)
     workers: int | None = setting(None, at_least=1, at_most=1024)
 
+    @property
+    def probe(self) -> Probe | None:
+        """The task whose examples are the text, where it is one (see data/probes.py)."""
+        if self.source not in PROBES or self.path is not None:
+            return None
+        return getattr(self, self.source) or PROBES[self.source]()
+
 
 def read_config(given: Mapping[str, Any]) -> DataConfig:
     """Check the plain mapping of a data yaml and turn it into a DataConfig."""
@@ -79,6 +89,11 @@ def read_config(given: Mapping[str, Any]) -> DataConfig:
         raise UserError(
             f"data.split.val={config.split.val} and data.split.test={config.split.test} leave nothing to train on: "
             "their sum must be below 1, for example 0.05 and 0.05."
+        )
+    if config.probe is not None and (config.streaming or config.packing != "stream" or config.max_bytes):
+        raise UserError(
+            f"data={config.name} is made of examples of one length: data.streaming, data.packing and data.max_bytes do "
+            f"not apply to it; set data.{config.source}.examples instead."
         )
     if config.document_start is not None:
         try:

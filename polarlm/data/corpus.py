@@ -16,6 +16,7 @@ from typing import Any
 
 from polarlm.data.atomic import explained, locked, read_json, write_json
 from polarlm.data.config import SPLITS, DataConfig, read_config
+from polarlm.data.probes import Probe, restore_probe
 from polarlm.data.read.source import Source, open_source
 from polarlm.data.read.splits import SplitPlan
 from polarlm.data.store.build import MANIFEST, build_store, corpus_fingerprint, partial_folder, read_manifest
@@ -42,6 +43,11 @@ class Corpus:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer the stored ids belong to."""
         return load_tokenizer(self.folder / "tokenizer")
+
+    @cached_property
+    def probe(self) -> Probe | None:
+        """The task whose examples these are, where it is one: its answers are the targets, not the next tokens."""
+        return restore_probe(self.manifest["probe"]) if "probe" in self.manifest else None
 
     def tokenizer_intact(self) -> bool:
         """Whether the stored tokenizer can be read and is the one that the tokens were made with."""
@@ -72,7 +78,7 @@ class Corpus:
             parts = [[split, self.store(split).fingerprint] for split in self.splits]
         if self.stream is not None:  # only its head is stored; the rest is known by its source
             parts.append(self.fingerprint)
-        parts.append(self.manifest["tokenizer"]["fingerprint"])
+        parts += [self.manifest["tokenizer"]["fingerprint"], self.manifest.get("probe")]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @property
@@ -106,6 +112,8 @@ def build_corpus(
 ) -> Corpus:  # fmt: skip
     """Open the prepared corpus for these settings, preparing it first if that was not done or was interrupted."""
     config, tokens = read_config(data), read_tokenizer_config(tokenizer)
+    if config.probe is not None and tokens.kind != "word":
+        raise UserError(f"data={config.name} consists of symbols: it needs tokenizer=word, not kind {tokens.kind}.")
     cache = Path(cache_dir)
     with explained(cache):
         cache.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ import torch
 from polarlm.data.config import PACKINGS
 from polarlm.data.corpus import Corpus
 from polarlm.data.order.batches import Batch, EvalBatches, train_batches
+from polarlm.data.order.examples import ExampleSequences, eval_batches
 from polarlm.data.order.sequences import Sequences
 from polarlm.data.order.windows import WindowSequences
 from polarlm.errors import UserError
@@ -80,7 +81,7 @@ class LMDataModule(pl.LightningDataModule):
         self.sequences()
         for split in ("val", "test"):
             if split in corpus.splits:
-                EvalBatches(corpus.store(split), context, micro_batch)
+                self._eval_batches(split)
 
     def sequences(self) -> Sequences:
         """The endless line of training sequences, addressed by number."""
@@ -100,6 +101,8 @@ class LMDataModule(pl.LightningDataModule):
             index = corpus.folder / "stream.jsonl"
             return StreamingSequences(*corpus.stream, corpus.tokenizer, self.context, index, self.mask_documents)
         store = corpus.store("train")
+        if corpus.probe is not None:
+            return ExampleSequences(store, corpus.probe, self.context, self.seed)
         if self.packing == "stream":
             return WindowSequences(store, self.context, self.seed, self.mask_documents)
         from polarlm.data.order.packing import PackedSequences
@@ -118,17 +121,12 @@ class LMDataModule(pl.LightningDataModule):
     def eval_dataloader(self, split: str, *, whole: bool = False) -> Prefetched:
         """Every token of a split once (see EvalBatches), this rank's share; without `whole`, the first eval_tokens."""
         rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
-        tokens = None if whole else self.eval_tokens
-        batches = EvalBatches(
-            self.corpus.store(split), self.context, self.micro_batch, rank, world, tokens, self.mask_documents
-        )
+        batches = self._eval_batches(split, rank, world, None if whole else self.eval_tokens)
         return Prefetched(lambda: batches, len(batches))
 
-    def eval_bytes_per_token(self, split: str, *, whole: bool = False) -> float:
-        """UTF-8 bytes per token of exactly the tokens that `eval_dataloader` reads, for bits per byte."""
-        store = self.corpus.store(split)
-        length = len(store) if whole else min(len(store), self.eval_tokens or len(store))
-        return store.bytes_between(0, length) / length
+    def _eval_batches(self, split: str, rank: int = 0, world: int = 1, tokens: int | None = None) -> EvalBatches:
+        store, probe = self.corpus.store(split), self.corpus.probe
+        return eval_batches(store, probe, self.context, self.micro_batch, rank, world, tokens, self.mask_documents)
 
     def val_dataloader(self) -> Prefetched:
         return self.eval_dataloader("val")

@@ -93,6 +93,11 @@ def judge(checkpoint: str, names: Sequence[str], options: dict[str, Any]) -> lis
     corpus = corpus_for(run, options.get("data"), options["cache_dir"])
     if split not in corpus.splits:
         raise UserError(f"split={split} does not exist; this corpus has {', '.join(corpus.splits)}")
+    if corpus.probe is not None and (set(names) != {"windows"} or options["tokens"] or options["context"]):
+        raise UserError(
+            f"data={corpus.name} is a task whose targets are answers, not the next tokens: it is judged whole, by "
+            "protocol=windows"
+        )
     question = Question(run, corpus, split, options)
     print(f"{run.folder}  ({run.weights.name})")
     records = []

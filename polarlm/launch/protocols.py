@@ -80,9 +80,10 @@ def windows(q: Question) -> Answer:
         # The same micro-batches as in training on one process: the same sums in the same order.
         trainer, context = q.run.config["trainer"], q.context
         plan = plan_batches(int(trainer["batch_tokens"]), context, 1, int(trainer["micro_batch_tokens"]))
-        from polarlm.data.order.batches import EvalBatches
+        from polarlm.data.order.examples import eval_batches
 
-        batches = EvalBatches(q.corpus.store(q.split), context, plan.micro, mask_documents=q.masked)
+        store, probe = q.corpus.store(q.split), q.corpus.probe
+        batches = eval_batches(store, probe, context, plan.micro, mask_documents=q.masked)
         counted = tally_batches(q.run.model, batches, q.text.size)
     return Answer({"stride": q.context, "tokens": counted.targets}, {"metrics": measure(counted)})
 

@@ -92,13 +92,3 @@ def test_wrong_settings_are_refused_at_once(documents: list[str], corpus_of: Bui
         LMDataModule(corpus, context=8, micro_batch=1, seed=1, packing="tight")
     with pytest.raises(UserError, match=r"no split 'dev'; it has train, val, test"):
         corpus.store("dev")
-
-
-def test_bytes_per_token_are_those_of_the_tokens_that_are_read(corpus_of: Build) -> None:
-    # Plain ASCII first, three bytes per character later: the head of val has fewer bytes per token than all of it.
-    corpus = corpus_of(["a" * 3000, "b" * 3000 + "北京" * 1500], "char", split={"rule": "position", "val": 0.9})
-    module = LMDataModule(corpus, context=16, micro_batch=4, seed=1, eval_tokens=100)
-    assert module.eval_bytes_per_token("val") == 1.0
-    assert module.eval_bytes_per_token("val", whole=True) == corpus.store("val").bytes_per_token > 1.3
-    targets = torch.cat([batch["targets"].flatten() for batch in module.eval_dataloader("val")])
-    assert (targets >= 0).sum() == 99

@@ -78,12 +78,15 @@ class EvalBatches:
             targets = np.full((self.micro_batch, self.context), IGNORED, np.int64)
             documents = np.zeros((self.micro_batch, self.context), np.int64) if self.mask else None
             for row, window in enumerate(range(first, min(first + self.micro_batch, self.windows))):
-                begin = window * self.context
-                text = self.store[begin : min(begin + self.context + 1, self.length)].astype(np.int64)
-                size = len(text) - 1
-                tokens[row, :size], targets[row, :size] = text[:-1], text[1:]
+                text, wanted, ids = self.window(window)
+                tokens[row, : len(text)], targets[row, : len(text)] = text, wanted
                 if documents is not None:
-                    ids = self.store.document_ids(begin, size + 1)
-                    documents[row, :size] = ids[:-1]
-                    targets[row, :size] = mask_borders(targets[row : row + 1, :size], ids[None])[0]
+                    documents[row, : len(text)] = ids
             yield as_batch(tokens, targets, documents)
+
+    def window(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(tokens, targets, documents) of one window, at most `context` long."""
+        begin = number * self.context
+        text = self.store[begin : min(begin + self.context + 1, self.length)].astype(np.int64)
+        ids = self.store.document_ids(begin, len(text)) if self.mask else np.zeros(len(text), np.int64)
+        return text[:-1], mask_borders(text[None, 1:], ids[None])[0], ids[:-1]

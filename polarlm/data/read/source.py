@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
-from polarlm.data.config import DataConfig
+from polarlm.data.config import SPLITS, DataConfig
+from polarlm.data.probes import VERSION, describe_probe
 from polarlm.data.read.documents import Piece
 from polarlm.data.read.files import file_units
 from polarlm.errors import UserError
@@ -57,6 +59,8 @@ def open_source(config: DataConfig, cache_dir: Path) -> Source:
     """Find the text of a corpus: local files, the embedded one, a local copy, a download, or a hub dataset."""
     if config.path is not None:
         return _of_files(config, config.path)
+    if config.probe is not None:
+        return Source(config, lambda: [ProbeUnit(split, config) for split in SPLITS], _probe_identity(config))
     if config.source == "pydocs":
         from polarlm.data.read.pydocs import pydocs_file
 
@@ -76,6 +80,36 @@ def open_source(config: DataConfig, cache_dir: Path) -> Source:
         f"data={config.name} has no text{wanted}: give a file, a folder or a glob with data.path. Without files of "
         "your own, data=pydocs works everywhere."
     )
+
+
+@dataclass(frozen=True)
+class ProbeUnit:
+    """One split of a task's examples, each a document."""
+
+    split: str
+    config: DataConfig
+
+    @property
+    def name(self) -> str:
+        return f"{self.config.source}:{self.split}"
+
+    def fingerprint(self) -> str:
+        """What the unit is called; its content is identified by the task's options."""
+        return self.name
+
+    def size_hint(self) -> int | None:
+        """Unknown before the examples are made."""
+        return None
+
+    def pieces(self) -> Iterator[Piece]:
+        """Every example, in order."""
+        assert self.config.probe is not None
+        yield from map(Piece, self.config.probe.texts(self.split))
+
+
+def _probe_identity(config: DataConfig) -> str:
+    assert config.probe is not None
+    return hashlib.sha256(json.dumps([VERSION, describe_probe(config.source, config.probe)]).encode()).hexdigest()
 
 
 def _of_files(config: DataConfig, path: str) -> Source:

@@ -13,13 +13,14 @@ from typing import Any
 
 from polarlm.data.atomic import explained, locked, read_json, write_json
 from polarlm.data.config import SPLITS, DataConfig, read_config
+from polarlm.data.probes import describe_probe
 from polarlm.data.read.source import Source, open_source
 from polarlm.data.read.splits import SplitPlan, SplitReader, plan_splits
 from polarlm.data.store.leakage import leakage_report
 from polarlm.data.store.progress import PrepareProgress
 from polarlm.data.store.sections import build_sections
 from polarlm.data.tokenizers.config import TokenizerConfig, make_tokenizer
-from polarlm.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from polarlm.data.tokenizers.tokenizer import Tokenizer, WordTokenizer, load_tokenizer
 from polarlm.errors import UserError
 
 FORMAT = 2  # raise it when the meaning of stored files changes: older stores are then built anew
@@ -67,6 +68,8 @@ def build_store(
         "empty_documents": sum(section["empty_documents"] for section in sections),
         "units": [unit.name for unit in source.units][:1000],
     }  # fmt: skip
+    if config.probe is not None:
+        manifest["probe"] = describe_probe(config.source, config.probe)
     write_json(partial / MANIFEST, manifest)
     _sweep(partial, sections)
     os.rename(partial, folder)
@@ -98,7 +101,9 @@ def _plan(partial: Path, source: Source, config: DataConfig) -> SplitPlan:
 
 def _tokenizer(partial: Path, tokens: TokenizerConfig, source: Source, plan: SplitPlan) -> Tokenizer:
     folder = partial / "tokenizer"
-    if not folder.exists():
+    if not folder.exists() and source.config.probe is not None:
+        _save(WordTokenizer(source.config.probe.words), folder)
+    elif not folder.exists():
         _save(make_tokenizer(tokens, lambda train_only: _texts(source, plan, train_only)), folder)
     return load_tokenizer(folder)
 

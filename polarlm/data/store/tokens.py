@@ -9,10 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.data.tokenizers.tokenizer import load_tokenizer
-
-_BLOCK = 1 << 20
-
 
 class TokenStore:
     """The tokens of one split: `len`, slices, windows, document starts, and exactly how many bytes they stand for."""
@@ -47,23 +43,6 @@ class TokenStore:
     def bytes_per_token(self) -> float:
         """Exact: bits per byte = loss in nats per token / ln 2 / bytes_per_token."""
         return self.bytes / max(len(self), 1)
-
-    def bytes_between(self, begin: int, end: int) -> float:
-        """UTF-8 bytes of the text behind tokens [begin, end): the denominator of bits per byte on part of a split.
-
-        Exact for bytes, characters and byte-level BPE. Other tokenizers lose bytes (white space, unknown words): there
-        the split's exact bytes are shared out in proportion to the lengths of the tokens' names.
-        """
-        begin, end, _ = slice(begin, end).indices(len(self))
-        if (begin, end) == (0, len(self)):
-            return self.bytes
-        lengths, exact = load_tokenizer(self.folder / "tokenizer").byte_lengths()
-        part = self._weigh(lengths, begin, end)
-        return part if exact else part * self.bytes / max(self._weigh(lengths, 0, len(self)), 1)
-
-    def _weigh(self, lengths: np.ndarray, begin: int, end: int) -> int:
-        blocks = range(begin, end, _BLOCK)
-        return sum(int(lengths[self[at : min(at + _BLOCK, end)]].sum(dtype=np.int64)) for at in blocks)
 
     @property
     def fingerprint(self) -> str:

@@ -112,15 +112,6 @@ class SubwordTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return self._library.decode([int(i) for i in ids], skip_special_tokens=False)
 
-    def byte_lengths(self) -> tuple[np.ndarray, bool]:
-        lengths = np.zeros(self.vocab_size, np.int64)
-        special = {token["content"] for token in json.loads(self._serialised)["added_tokens"] if token["special"]}
-        for token, number in self._library.get_vocab(with_added_tokens=True).items():
-            # A byte-level token is written with one character per byte; special tokens never stand for text.
-            written = len(token) if self._fast is not None else len(token.encode())
-            lengths[number] = 0 if token in special else written
-        return lengths, self._fast is not None
-
     def description(self) -> dict[str, Any]:
         return {"kind": "bpe", "eos": self.eos, "model": json.loads(self._serialised)}
 

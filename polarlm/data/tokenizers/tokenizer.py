@@ -40,10 +40,6 @@ class Tokenizer(ABC):
         """The text of a sequence of ids."""
 
     @abstractmethod
-    def byte_lengths(self) -> tuple[np.ndarray, bool]:
-        """((vocab_size,) UTF-8 bytes behind each id, whether their sum over a text is exactly the text's bytes)."""
-
-    @abstractmethod
     def description(self) -> dict[str, Any]:
         """Everything needed to build the tokenizer again, as plain JSON."""
 
@@ -89,9 +85,6 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
-    def byte_lengths(self) -> tuple[np.ndarray, bool]:
-        return np.arange(self.vocab_size) != self.eos_id, True
-
     def description(self) -> dict[str, Any]:
         return {"kind": "byte"}
 
@@ -133,9 +126,6 @@ class CharTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(self.alphabet[i] for i in ids)
-
-    def byte_lengths(self) -> tuple[np.ndarray, bool]:
-        return np.array([len(c.encode()) for c in self.alphabet]), True
 
     def description(self) -> dict[str, Any]:
         return {"kind": "char", "alphabet": self.alphabet}
@@ -180,10 +170,6 @@ class WordTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(self.words[i] for i in ids).replace("<eos>", "\n")
-
-    def byte_lengths(self) -> tuple[np.ndarray, bool]:
-        # A word and the space after it; a line end is one byte.
-        return np.array([1 if word == "<eos>" else len(word.encode()) + 1 for word in self.words]), False
 
     def description(self) -> dict[str, Any]:
         return {"kind": "word", "words": self.words}

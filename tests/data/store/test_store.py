@@ -170,31 +170,3 @@ def test_leakage_between_own_splits_is_reported(tmp_path: Path) -> None:
 def test_the_description_is_plain_json(documents: list[str], corpus_of: Build) -> None:
     described = corpus_of(documents).describe()
     assert json.loads(json.dumps(described)) == described and set(described["splits"]) == {"train", "val", "test"}
-
-
-@pytest.mark.parametrize("kind", ["byte", "char", "bpe"])
-def test_bytes_of_a_part_are_those_of_its_text(
-    documents: list[str], corpus_of: Callable[..., Corpus], kind: str
-) -> None:
-    corpus = corpus_of(documents, kind, section_bytes=20_000)
-    store = corpus.store("val")
-    assert store.bytes_between(0, len(store)) == store.bytes
-    exact, eos = 0, corpus.tokenizer.eos_id
-    for begin, end in ((0, 1000), (17, 18), (500, len(store) - 3)):
-        # Whole characters: byte-wise tokens can be cut inside one.
-        ids = [int(i) for i in store[begin:end] if i != eos]
-        text = corpus.tokenizer.decode(ids)
-        if "\N{REPLACEMENT CHARACTER}" not in text:
-            assert store.bytes_between(begin, end) == len(text.encode())
-            exact += 1
-    assert exact
-    parts = [store.bytes_between(at, min(at + 700, len(store))) for at in range(0, len(store), 700)]
-    assert sum(parts) == store.bytes
-
-
-def test_bytes_of_a_part_add_up_where_words_lose_their_spaces(
-    documents: list[str], corpus_of: Callable[..., Corpus]
-) -> None:
-    store = corpus_of(documents, "word").store("val")
-    parts = [store.bytes_between(at, min(at + 100, len(store))) for at in range(0, len(store), 100)]
-    assert sum(parts) == pytest.approx(store.bytes) and 0 < min(parts) < max(parts)
