@@ -70,6 +70,13 @@ def test_g7_retraction_is_exp_to_third_order(seed):
         assert abs(order - 3) < 0.05
 
 
+@for_all_seeds
+def test_retraction_stays_on_the_sphere_of_the_point(seed):
+    u = 1.7 * unit(seed, D)
+    after = sphere.retract(u, normal(seed + 1, D))
+    torch.testing.assert_close(after.norm(), u.norm())
+
+
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10**6), fraction=st.floats(0, 1))
 def test_g8_exp_of_a_fraction_of_log_is_slerp(seed, fraction):
