@@ -3,16 +3,19 @@
 import json
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+from polarlm.attention import StandardAttention
 from polarlm.errors import UserError
 from polarlm.evaluation.generate import Sampling, sample_tokens
 from polarlm.evaluation.metrics import TextSize
 from polarlm.evaluation.scores import score_text
 from polarlm.evaluation.text import Text
+from polarlm.model import GPT, GPTConfig
 from polarlm.runs.export.bundle import rewrite
 from polarlm.runs.export.folder import export_run, import_run
 from polarlm.runs.export.llama import is_llama
@@ -115,6 +118,9 @@ def test_only_a_plain_standard_block_is_a_llama(tmp_path):
     assert not is_llama(made_up_run(tmp_path / "b", "standard_rove").model)
     assert not is_llama(made_up_run(tmp_path / "c", "standard_qknorm").model)
     assert not is_llama(made_up_run(tmp_path / "d", ffn="gelu").model)
+    assert not is_llama(made_up_run(tmp_path / "e", frame="post").model)
+    turning = partial(StandardAttention, frequencies="per_head")
+    assert not is_llama(GPT(GPTConfig(vocab_size=31, context=8, d_model=16, n_layer=1, n_head=2), turning))
 
 
 def test_a_folder_of_somebody_else_is_not_overwritten(tmp_path):

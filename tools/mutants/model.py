@@ -12,9 +12,14 @@ MUTANTS = [
     *mutants(
         f"{M}block.py",
         f"{T}test_block.py",
-        ("middle = x + self.dropout(mixed)", "middle = x + mixed", "residual dropout is missing after the mixer"),
+        ("middle = x + self.dropout(self.mixer(self.mixer_norm(x), context))", "middle = x + self.mixer(self.mixer_norm(x), context)", "residual dropout is missing after the mixer"),
         ("after = middle + self.dropout(self.feed_forward", "after = middle + (self.feed_forward", "residual dropout is missing after the feed-forward half"),
         ("after = middle + self.dropout(self.feed_forward(self.ffn_norm(middle)))", "after = x + self.dropout(self.feed_forward(self.ffn_norm(middle)))", "the mixer's step is forgotten"),
+    ),
+    *mutants(
+        f"{M}block.py",
+        f"{T}test_gpt.py",
+        ("middle = self.mixer_norm(x + self.dropout(self.mixer(x, context)))", "middle = x + self.dropout(self.mixer(x, context))", "post-norm forgets its first norm"),
     ),
     *mutants(
         f"{M}block.py",
@@ -31,7 +36,8 @@ MUTANTS = [
         f"{M}gpt.py",
         f"{T}test_gpt.py tests/contract/test_block_contract.py::test_cached_decoding_equals_the_full_forward",
         ("start = cache.length if cache is not None else 0", "start = 0", "decoding starts every token at position 0"),
-        ("x = self.dropout(self.embedding(tokens))", "x = self.embedding(tokens)", "no dropout on the embedding"),
+        ("        x = self.dropout(x)\n", "", "no dropout on the embedding"),
+        ("if self.config.frame == \"post\":", "if False:", "the first post-norm block gets a raw stream"),
         ("return index - torch.where(first, index, 0).cummax(dim=1).values", "return index", "positions run on across documents"),
     ),
     *mutants(

@@ -16,7 +16,11 @@ def is_llama(model: GPT) -> bool:
     mixers = [block.mixer for block in model.blocks]
     return (
         model.config.ffn == "swiglu"
-        and all(type(mixer) is StandardAttention and not mixer.rotate_values for mixer in mixers)
+        and model.config.frame == "pre"
+        and all(
+            type(mixer) is StandardAttention and not mixer.rotate_values and mixer.frequencies.kind == "shared"
+            for mixer in mixers
+        )
         and set(model.state_dict()) == set(_names(model.config.n_layer))
     )
 
