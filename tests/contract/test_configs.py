@@ -8,6 +8,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from polarlm.errors import UserError
+from polarlm.launch.check import check_open
 from tests.contract.conftest import BLOCKS, CONFIGS
 
 SWEEPS = sorted(path.stem for path in (CONFIGS / "sweep").glob("*.yaml"))
@@ -51,3 +53,18 @@ def test_sweep_names_real_choices_and_counts_its_jobs(name):
     assert {key.removeprefix("block.") for key in parameters if key.startswith("block.")} <= keys
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         assert compose(config_name="train", overrides=[f"sweep={name}"]).group == name
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("radial", "off"), ("radial", False), ("magnitude", "on"), ("magnitude", "off"), ("magnitude", True)],
+)
+def test_on_and_off_pass_the_check_of_settings_too(key, value):
+    config = block_config("polar")
+    assert check_open("block", config | {key: value}, config)[key] == value
+
+
+def test_a_wrong_word_does_not():
+    config = block_config("polar")
+    with pytest.raises(UserError, match="none, own, shared"):
+        check_open("block", config | {"radial": "of"}, config)
