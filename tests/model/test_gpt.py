@@ -111,6 +111,16 @@ def test_dropout_acts_in_training_only(mixer):
         assert torch.equal(model(text), model(text))
 
 
+def test_dropout_acts_on_the_embedding():
+    model, record = GPT(GPTConfig(**SIZE | {"d_model": 256}, dropout=0.25), StandardAttention), []
+    text = torch.randint(0, 61, (4, 16))
+    model(text, record=record)
+    entering, embedded = record[0]["residual_in"], model.embedding(text)
+    dropped = entering == 0
+    assert abs(dropped.float().mean() - 0.25) < 0.03
+    torch.testing.assert_close(entering[~dropped], embedded[~dropped] / 0.75)
+
+
 def test_loss_counts_only_real_targets():
     model = GPT(GPTConfig(**SIZE), StandardAttention)
     text, targets = torch.randint(0, 61, (2, 8)), torch.randint(0, 61, (2, 8))
