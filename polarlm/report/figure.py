@@ -81,10 +81,10 @@ def _draw_radial_growth(axis, rms: dict[float, np.ndarray]) -> None:
             label="end of training" if newest else ("earlier probes" if index == 0 else None),
         )
     last = rms[moments[-1]]
-    # From the first layer on: embeddings are small by their initialisation, and the first layer makes up for that.
-    first = last[1] if len(last) > 2 else last[0]
-    ratio = last[-1] / first if first else np.nan
-    title = f"The residual stream grows {ratio:.3g}× from the first to the last layer"
+    # Embeddings are small by their initialisation, and the first layer makes up for that: two factors, not one.
+    first = last[1] / last[0] if last[0] else np.nan
+    then = last[-1] / last[1] if last[1] else np.nan
+    title = f"The residual stream grows {first:.3g}× to layer 1, then {then:.3g}× to the last"
     axis.set_title(title, loc="left", fontsize=9, color=INK)
     axis.set_xlabel("after layer (0 = embedding)", fontsize=8)
     axis.set_ylabel("residual RMS", fontsize=8)
