@@ -35,6 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """All verbs; each room adds its own."""
     from polarlm.data import commands as data
+    from polarlm.launch import trial
     from polarlm.report import commands as report
     from polarlm.runs import commands as runs
     from polarlm.training.loggers import wandb_workspace
@@ -46,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(title="verbs", metavar="verb", required=True)
     verbs.add_parser("train", help="train a run or a sweep, as python train.py does (polarlm train --help)")
     verbs.add_parser("eval", help="judge a run from its folder, as python eval.py does (polarlm eval --help)")
-    for room in (runs, report, data, wandb_workspace):
+    for room in (runs, report, trial, data, wandb_workspace):
         room.add_parser(verbs)
     return top
 

@@ -133,16 +133,17 @@ function references(known, range) {
   if (!known || !range) return { shapes, annotations, range };
   const scale = (v) => (state.logY ? Math.log10(v) : v), span = range[1] - range[0];
   const list = Object.entries(known).map(([name, value]) => [name, scale(value), value]).sort((a, b) => a[1] - b[1]);
-  const fits = list.filter(([, at]) => at <= range[1] + 0.6 * span);
-  const top = Math.max(range[1], ...fits.map(([, at]) => at + 0.06 * span));
-  const above = [];
+  const near = list.filter(([, at]) => at <= range[1] + 0.6 * span && at >= range[0] - 0.6 * span);
+  const top = Math.max(range[1], ...near.map(([, at]) => at + 0.06 * span)), bottom = Math.min(range[0], ...near.map(([, at]) => at - 0.03 * span));
+  const above = [], below = [];
   for (const [name, at, value] of list) {
-    if (at > top) { above.push(`${name} ${digits(value)}`); continue; }
+    if (at > top || at < bottom) { (at > top ? above : below).push(`${name} ${digits(value)}`); continue; }
     shapes.push({ type: "line", xref: "paper", yref: "y", x0: 0, x1: 1, y0: value, y1: value, line: { color: ink.soft, width: 1, dash: "dot" }, layer: "below" });
     annotations.push({ xref: "paper", yref: "y", x: 1, y: at, xanchor: "right", yanchor: "bottom", showarrow: false, text: plain(`${name} ${digits(value)}`), font: { size: 11, color: ink.soft } });
   }
   if (above.length) annotations.push({ xref: "paper", yref: "paper", x: 1, y: 1, xanchor: "right", yanchor: "top", showarrow: false, text: plain("above: " + above.join(", ")), font: { size: 11, color: ink.soft } });
-  return { shapes, annotations, range: [range[0], top] };
+  if (below.length) annotations.push({ xref: "paper", yref: "paper", x: 0.02, y: 0, xanchor: "left", yanchor: "bottom", showarrow: false, text: plain("below: " + below.join(", ")), font: { size: 11, color: ink.soft } });
+  return { shapes, annotations, range: [bottom, top] };
 }
 
 const digits = (v) => Number(v.toPrecision(4)).toString();
