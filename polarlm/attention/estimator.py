@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -40,8 +41,12 @@ class Positive(nn.Module):
 
     def forward(self) -> Tensor:
         """The parameter's value, fp32 or better."""
-        raw = self.raw.to(torch.promote_types(self.raw.dtype, torch.float32))
-        return torch.where(self.live, F.softplus(raw), 0.0).reshape(self.shape)
+        return positive(self.raw, self.live).reshape(self.shape)
+
+
+def positive(raw: Tensor, live: Tensor) -> Tensor:
+    """softplus of the live entries, 0 elsewhere, fp32 or better."""
+    return torch.where(live, F.softplus(raw.to(torch.promote_types(raw.dtype, torch.float32))), 0.0)
 
 
 class Estimator(nn.ModuleDict):
@@ -57,7 +62,16 @@ class Estimator(nn.ModuleDict):
 
     def read(self) -> dict[str, Tensor]:
         """Every parameter's current value; computed once per forward pass and handed on."""
-        return {name: parameter() for name, parameter in self.items()}
+        found: dict[str, Tensor] = {}
+        # In two vectors: reading a dozen scalars one by one would be a good part of a small step.
+        for learned in (True, False):
+            chosen = {name: cast(Positive, p) for name, p in self.items()}
+            chosen = {name: p for name, p in chosen.items() if p.raw.requires_grad == learned}
+            if chosen:
+                raw, live = torch.cat([p.raw for p in chosen.values()]), torch.cat([p.live for p in chosen.values()])
+                values = positive(raw, live).split([p.raw.numel() for p in chosen.values()])
+                found |= {name: value.reshape(p.shape) for (name, p), value in zip(chosen.items(), values)}
+        return found
 
 
 def inverse_softplus(value: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
-"""Rotation and normalisation with as few passes over memory as eager execution allows, forward and backward.
+"""Rotation and normalisation in as few passes over memory as possible, forward and backward.
 
 Every pass over the activations costs about as much as a twentieth of the block's matrix products, and autograd's own
 derivative of these chains makes two to three times as many passes as needed. Same values as `geometry.rotate` and as
-the plain formula of `on_sphere`, which torch.compile (it fuses them anyway) and learned phases still use.
+the plain formula of `on_sphere`, which torch.compile (it fuses them anyway) and learned phases still use. In fp32 on a
+CPU native code does either in one pass.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polarlm.attention.kernels.native_rows import sphere, sphere_backward, takes_rows, turn
 from polarlm.geometry import rotate as plain_rotate
 
 # Only keeps the zero vector finite: a fresh un-normalised stream is small but meaningful.
@@ -34,6 +36,8 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
+        if x.dim() == 4 and cos.dtype == x.dtype and takes_rows(x):
+            return turn(x, cos, sin, inverse=False)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)  # the layout that attention wants
         (real, imag), (to_real, to_imag) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
         torch.mul(real, cos, out=to_real).addcmul_(imag, sin, value=-1)
@@ -65,13 +69,20 @@ class _Sphere(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
-        rms = _rms(x)
+        if takes_rows(x):
+            rms, y = sphere(x, float(radius), SPHERE_EPS)
+        else:
+            rms = _rms(x)
+            y = x * (radius / rms)
         ctx.save_for_backward(x, radius, rms)
-        return rms, x * (radius / rms)
+        return rms, y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
         (d_rms, d_y), (x, radius, rms) = gradients, ctx.saved_tensors
+        if takes_rows(x) and not torch.is_grad_enabled():  # enabled: somebody wants to differentiate this again
+            dx, d_radius = sphere_backward(x, float(radius), rms, d_rms, d_y)
+            return dx, d_radius if ctx.needs_input_grad[1] else None
         along = torch.linalg.vecdot(d_y, x).unsqueeze(-1)
         scale = radius / rms
         dx = torch.addcmul(d_y * scale, x, (d_rms - scale * along / rms) / (x.shape[-1] * rms))

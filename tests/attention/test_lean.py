@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from polarlm.attention.kernels.native_rows import takes_rows
 from polarlm.attention.lean import on_sphere, rotate
 from polarlm.geometry import rotate as plain_rotate
 from polarlm.geometry.transport import rotary_tables
@@ -62,3 +63,33 @@ def test_the_zero_vector_stays_finite() -> None:
     rms, direction = on_sphere(x, 1.0)
     (rms.sum() + direction.sum()).backward()
     assert torch.isfinite(direction).all() and torch.isfinite(x.grad).all()
+
+
+@pytest.mark.parametrize(("tokens", "heads", "size"), [(1, 1, 2), (63, 3, 6), (65, 2, 24), (200, 5, 32)])
+@pytest.mark.parametrize("per_document", [False, True])
+def test_native_rows_equal_the_plain_formulas(tokens: int, heads: int, size: int, per_document: bool) -> None:
+    positions = torch.randint(50, (2, tokens)) if per_document else torch.arange(tokens)
+    cos, sin = rotary_tables(positions, size)
+    x = torch.randn(2, tokens, heads, size).transpose(1, 2).requires_grad_()
+    assert takes_rows(x.detach())
+    for inverse in (False, True):
+        ours, theirs = rotate(x, cos, sin, inverse), plain_rotate(x, cos, sin, inverse)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradients((ours,), [x]), gradients((theirs,), [x]), rtol=1e-5, atol=1e-6)
+    radius = torch.tensor(0.7, requires_grad=True)
+    flat = torch.randn(2, tokens, heads * size, requires_grad=True)
+    for rows in (x, flat):
+        ours, theirs = on_sphere(rows, radius), plain_on_sphere(rows, radius)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            gradients(ours, [rows, radius]), gradients(theirs, [rows, radius]), rtol=1e-4, atol=1e-4
+        )
+
+
+def test_native_rows_can_be_differentiated_twice() -> None:
+    x = torch.randn(2, 5, 8, requires_grad=True)
+    second = []
+    for sphere in (on_sphere, plain_on_sphere):
+        (first,) = torch.autograd.grad(sphere(x, 0.7)[1].pow(3).sum(), x, create_graph=True)
+        second.append(torch.autograd.grad(first.square().sum(), x)[0])
+    torch.testing.assert_close(*second, rtol=1e-4, atol=1e-5)

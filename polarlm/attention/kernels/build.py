@@ -14,7 +14,16 @@ import tempfile
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "native"
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=c++17",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fopenmp-simd",
+    "-fPIC",
+    "-shared",
+)
 CACHE_VARIABLE = "POLARLM_CACHE"  # folder for compiled code; default: ~/.cache/polarlm
 
 

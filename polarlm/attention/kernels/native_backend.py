@@ -26,7 +26,7 @@ WORTH_SHARING = 2**20
 VECTOR_BYTES = 64  # channels come in multiples of the widest vector; narrower machines divide it
 
 
-class _Strides(ctypes.Structure):
+class Strides(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("batch", "head", "token")]
 
 
@@ -40,7 +40,7 @@ class _Call(ctypes.Structure):
             "parts", "threads", "seed", "learns_shape",
         )],
         *[(name, ctypes.c_double) for name in ("half", "dropout", "cap", "least_magnitude")],
-        *[(name, _Strides) for name in ("q_at", "k_at", "v_at", "out_at", "d_out_at", "dq_at")],
+        *[(name, Strides) for name in ("q_at", "k_at", "v_at", "out_at", "d_out_at", "dq_at")],
         *[(name, ctypes.c_void_p) for name in (
             "q", "k", "v", "magnitude", "documents", "noise", "radial_noise", *OUTPUTS,
             "d_out", "d_evidence", "d_m_bar", "dq", "dk", "dv", "d_magnitude", "d_noise", "d_radial",
@@ -52,7 +52,7 @@ class _Call(ctypes.Structure):
         for name, x in tensors.items():
             setattr(self, name, None if x is None else x.data_ptr())
             if x is not None and hasattr(self, f"{name}_at"):
-                setattr(self, f"{name}_at", _Strides(*x.stride()[:3]))
+                setattr(self, f"{name}_at", Strides(*x.stride()[:3]))
 
 
 def native_obstacle(call: RobustCall) -> str | None:
@@ -88,7 +88,7 @@ def native_attention(call: RobustCall) -> AttentionOutput:
     out, log_evidence, _, _, m_bar, *_ = native_forward(
         q, k, v, m, call.noise.rows(call.kernel, torch.float64), radial, call.documents, seed,
         call.kernel, call.residual_form == "dot", call.decay_keys and call.kernel != "gaussian", call.decay_values,
-        call.radial_mode, call.radial_correlation, size / 2, call.dropout,
+        call.radial_mode, call.radial_correlation, size / 2, call.dropout, call.noise.shape(call.kernel).requires_grad,
     )  # fmt: skip
     v_bar = out[..., :size] if padding else out
     return AttentionOutput(v_bar.to(call.v.dtype), log_evidence, m_bar if radial is not None else None)
@@ -97,7 +97,7 @@ def native_attention(call: RobustCall) -> AttentionOutput:
 def _describe(
     q: Tensor, k: Tensor, v: Tensor, m: Tensor | None, noise: Tensor, radial_noise: Tensor | None,
     documents: Tensor | None, seed: Tensor | None, kernel: str, dot_form: bool, decay_keys: bool, decay_values: bool,
-    radial: str, correlation: str, half: float, dropout: float,
+    radial: str, correlation: str, half: float, dropout: float, learns_shape: bool,
 ) -> tuple[_Call, tuple[Tensor | None, ...]]:  # fmt: skip
     """The call as the kernels take it, and the tensors that must live as long."""
     (batch, heads, queries, size), (groups, keys) = q.shape, k.shape[1:3]
@@ -110,7 +110,7 @@ def _describe(
     call = _Call(
         batch, heads, groups, queries, keys, size, KERNELS.index(kernel), decay_keys, decay_values, dot_form,
         RADIAL_MODES.index(radial), RADIAL_CORRELATIONS.index(correlation),
-        1, threads, 0 if seed is None else int(seed), False,
+        1, threads, 0 if seed is None else int(seed), learns_shape,
         half, dropout, MAX_QUERY_PRECISION, MIN_MAGNITUDE,
     )  # fmt: skip
     call.point(q=q, k=k, v=v, magnitude=m, documents=documents, noise=noise, radial_noise=radial_noise)
@@ -121,7 +121,7 @@ def _gradient(
     gradients: tuple[Tensor, ...], outputs: tuple[Tensor, ...], given: dict[str, Any], wanted: set[str]
 ) -> dict[str, Tensor]:
     d_out, d_evidence, _, _, d_m_bar, *_ = gradients
-    found = native_backward(d_out, d_evidence, d_m_bar, *outputs, *given.values(), "noise" in wanted)
+    found = native_backward(d_out, d_evidence, d_m_bar, *outputs, *given.values())
     return dict(zip(DIFFERENTIABLE, found))
 
 
@@ -129,16 +129,16 @@ def _gradient(
 def native_forward(
     q: Tensor, k: Tensor, v: Tensor, m: Tensor | None, noise: Tensor, radial_noise: Tensor | None,
     documents: Tensor | None, seed: Tensor | None, kernel: str, dot_form: bool, decay_keys: bool, decay_values: bool,
-    radial: str, correlation: str, half: float, dropout: float,
+    radial: str, correlation: str, half: float, dropout: float, learns_shape: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """OUTPUTS: v_bar (B,H,T,Dh), log-evidence (B,H,T), m_bar (B,T), the others for the backward pass."""
     call, _alive = _describe(
         q, k, v, m, noise, radial_noise, documents, seed, kernel, dot_form, decay_keys, decay_values, radial,
-        correlation, half, dropout,
+        correlation, half, dropout, learns_shape,
     )  # fmt: skip
     outputs = _outputs(q, radial)
     call.point(**dict(zip(OUTPUTS, outputs)))
-    library(_real(q.dtype)).polarlm_forward(ctypes.byref(call), _parallel())
+    library(_real(q.dtype)).polarlm_forward(ctypes.byref(call), parallel())
     return outputs  # type: ignore[return-value]  # the schema wants them counted
 
 
@@ -167,13 +167,12 @@ def native_backward(
     """Gradients of DIFFERENTIABLE; empty where there is no such input."""
     call, _alive = _describe(
         q, k, v, m, noise, radial_noise, documents, seed, kernel, dot_form, decay_keys, decay_values, radial,
-        correlation, half, dropout,
+        correlation, half, dropout, learns_shape,
     )  # fmt: skip
     units = call.batch * (call.groups if radial == "off" else 1)
     if units < 4 * call.threads and units % call.threads:
         # Few units would leave threads idle: the query blocks of each are dealt out, every part with its own sums.
         call.parts = min(-(-call.queries // BLOCK), -(-2 * call.threads // units))
-    call.learns_shape = learns_shape
     d_out, d_evidence, d_m_bar = _rows(d_out), d_evidence.contiguous(), d_m_bar.contiguous()
     dq = torch.zeros_like(out)
     dk, dv = (q.new_zeros(call.parts, *k.shape) for _ in range(2))
@@ -185,7 +184,7 @@ def native_backward(
         d_out=d_out, d_evidence=d_evidence, d_m_bar=d_m_bar,
         dq=dq, dk=dk, dv=dv, d_magnitude=d_m, d_noise=d_noise, d_radial=d_radial,
     )  # fmt: skip
-    library(_real(q.dtype)).polarlm_backward(ctypes.byref(call), _parallel())
+    library(_real(q.dtype)).polarlm_backward(ctypes.byref(call), parallel())
     dk, dv = (x[0] if call.parts == 1 else x.sum(0) for x in (dk, dv))
     d_m = d_m.sum((0, 2)) if m is not None else d_m
     d_radial = d_radial.sum((0, 1)) if radial_noise is not None else d_radial.new_empty(0)
@@ -210,7 +209,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 @functools.cache
-def _parallel() -> ctypes.c_void_p:
+def parallel() -> ctypes.c_void_p:
     """Address of GOMP_parallel in the OpenMP runtime that torch itself uses, so that both share one set of threads."""
     folder = Path(torch.__file__).parent / "lib"
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):

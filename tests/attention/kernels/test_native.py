@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from cases import assert_same, make_case, run
 
 from polarlm.attention import kernels
-from polarlm.attention.kernels import KERNELS, RADIAL_CORRELATIONS, build, native_backend, robust_attention
+from polarlm.attention.kernels import KERNELS, RADIAL_CORRELATIONS, build, native_backend, native_rows, robust_attention
 from polarlm.errors import UserError
 
 SWITCHES = [(False, False), (True, True), (True, False), (False, True)]
@@ -294,5 +294,6 @@ assert build.library("double").answer() == 8
 
 def test_python_and_native_agree_on_the_call():
     library = build.library("float")
+    assert library.polarlm_rows_size() == native_backend.ctypes.sizeof(native_rows._Rows)
     assert library.polarlm_call_size() == native_backend.ctypes.sizeof(native_backend._Call)
     assert native_backend.VECTOR_BYTES % library.polarlm_vector_bytes() == 0

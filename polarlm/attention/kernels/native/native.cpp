@@ -2,6 +2,7 @@
 // Compiled once for REAL=float and, where somebody asks for it, once for REAL=double.
 #include "backward.h"
 #include "forward.h"
+#include "rows.h"
 
 using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel of the runtime torch uses
 
@@ -34,9 +35,27 @@ template <class T> void backward(const Call& call, Parallel parallel) {
           [&](int64_t item) { BackwardUnit<T>(call, tables, item).run(); });
 }
 
+template <class Row> void every_row(const Rows& rows, Parallel parallel, Row row) {
+    share(parallel, rows.threads, rows.batch * rows.chunks(), [&](int64_t item) { each_row(rows, item, row); });
+}
+
 extern "C" {
 int64_t polarlm_call_size() { return sizeof(Call); }
+int64_t polarlm_rows_size() { return sizeof(Rows); }
 int64_t polarlm_vector_bytes() { return VECTOR_BYTES; }
 void polarlm_forward(const Call* call, Parallel parallel) { forward<REAL>(*call, parallel); }
 void polarlm_backward(const Call* call, Parallel parallel) { backward<REAL>(*call, parallel); }
+void polarlm_rotate(const Rows* rows, Parallel parallel) {
+    every_row(*rows, parallel, [&](int64_t b, int64_t h, int64_t t) { rotate_row<REAL>(*rows, b, h, t); });
+}
+void polarlm_sphere(const Rows* rows, Parallel parallel) {
+    every_row(*rows, parallel, [&](int64_t b, int64_t h, int64_t t) { sphere_row<REAL>(*rows, b, h, t); });
+}
+void polarlm_sphere_backward(const Rows* rows, Parallel parallel) {
+    share(parallel, rows->threads, rows->batch * rows->chunks(), [&](int64_t item) {
+        double sum = 0;
+        each_row(*rows, item, [&](int64_t b, int64_t h, int64_t t) { sum += sphere_back_row<REAL>(*rows, b, h, t); });
+        rows->d_radius[item] = sum;
+    });
+}
 }

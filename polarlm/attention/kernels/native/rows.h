@@ -1,0 +1,69 @@
+// Rotation and normalisation of rows of channels, each one pass over memory, and the way back.
+// A row is one head of one token: rows are addressed by (batch, head, token) with any strides, channels lie side by side.
+#pragma once
+#include "call.h"
+
+struct Operand {
+    void* at;
+    Strides stride;
+    template <class T> T* row(int64_t b, int64_t h, int64_t t) const {
+        return static_cast<T*>(at) + b * stride.batch + h * stride.head + t * stride.token;
+    }
+};
+
+struct Rows {
+    int64_t batch, heads, tokens, channels, threads;
+    double radius, eps;
+    Operand x, y, cos, sin, rms, d_y, d_rms, d_x;  // what an operation does not use is null
+    double* d_radius;                               // one number per (batch, token chunk)
+
+    static constexpr int64_t CHUNK = 64;  // tokens of a task
+    int64_t chunks() const { return (tokens + CHUNK - 1) / CHUNK; }
+};
+
+// y = x turned by (cos, sin), channel i paired with i + channels/2; with `radius` −1 turned back.
+template <class T> void rotate_row(const Rows& r, int64_t b, int64_t h, int64_t t) {
+    const T *x = r.x.row<T>(b, h, t), *cos = r.cos.row<T>(b, h, t), *sin = r.sin.row<T>(b, h, t);
+    T* y = r.y.row<T>(b, h, t);
+    const T sign = T(r.radius);
+    const int64_t half = r.channels / 2;
+#pragma GCC ivdep
+    for (int64_t i = 0; i < half; ++i) {
+        const T real = x[i], imaginary = x[half + i], s = sign * sin[i];
+        y[i] = real * cos[i] - imaginary * s;
+        y[half + i] = imaginary * cos[i] + real * s;
+    }
+}
+
+// rms = √(mean x² + eps), y = x·radius/rms
+template <class T> void sphere_row(const Rows& r, int64_t b, int64_t h, int64_t t) {
+    const T* x = r.x.row<T>(b, h, t);
+    T sum = 0, *y = r.y.row<T>(b, h, t);
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < r.channels; ++i) sum += x[i] * x[i];
+    const T rms = std::sqrt(sum / T(r.channels) + T(r.eps)), scale = T(r.radius) / rms;
+    *r.rms.row<T>(b, h, t) = rms;
+#pragma GCC ivdep
+    for (int64_t i = 0; i < r.channels; ++i) y[i] = x[i] * scale;
+}
+
+// With s = radius/rms: dx = s ∂y + x (∂rms − s⟨∂y,x⟩/rms)/(n rms); returns the row's share of ∂radius.
+template <class T> double sphere_back_row(const Rows& r, int64_t b, int64_t h, int64_t t) {
+    const T *x = r.x.row<T>(b, h, t), *d_y = r.d_y.row<T>(b, h, t);
+    T along = 0, *d_x = r.d_x.row<T>(b, h, t);
+#pragma omp simd reduction(+ : along)
+    for (int64_t i = 0; i < r.channels; ++i) along += x[i] * d_y[i];
+    const T rms = *r.rms.row<T>(b, h, t), scale = T(r.radius) / rms;
+    const T d_rms = r.d_rms.at ? *r.d_rms.row<T>(b, h, t) : T(0);
+    const T outward = (d_rms - scale * along / rms) / (T(r.channels) * rms);
+#pragma GCC ivdep
+    for (int64_t i = 0; i < r.channels; ++i) d_x[i] = d_y[i] * scale + x[i] * outward;
+    return double(along / rms);
+}
+
+// `row` on all rows of task `item`, heads innermost as they lie in memory.
+template <class Row> void each_row(const Rows& r, int64_t item, Row row) {
+    const int64_t b = item / r.chunks(), first = item % r.chunks() * Rows::CHUNK;
+    for (int64_t t = first; t < std::min(first + Rows::CHUNK, r.tokens); ++t)
+        for (int64_t h = 0; h < r.heads; ++h) row(b, h, t);
+}

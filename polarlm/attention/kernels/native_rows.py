@@ -1,0 +1,80 @@
+"""Rotation and normalisation by native code (native/rows.h): one pass over memory each, forward and backward."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from .build import library
+from .native_backend import Strides, parallel, unbuilt
+
+WORTH_SHARING = 2**16  # numbers below which waking other threads costs more than they help
+CHUNK = 64  # tokens of a task, as in native/rows.h
+
+
+class _Operand(ctypes.Structure):
+    _fields_ = [("at", ctypes.c_void_p), ("stride", Strides)]
+
+
+class _Rows(ctypes.Structure):
+    """`struct Rows` of native/rows.h."""
+
+    _fields_ = [
+        *[(name, ctypes.c_int64) for name in ("batch", "heads", "tokens", "channels", "threads")],
+        *[(name, ctypes.c_double) for name in ("radius", "eps")],
+        *[(name, _Operand) for name in ("x", "y", "cos", "sin", "rms", "d_y", "d_rms", "d_x")],
+        ("d_radius", ctypes.c_void_p),
+    ]
+
+
+def takes_rows(x: Tensor) -> bool:
+    """Whether x (B,T,D) or (B,H,T,D) is something the native code works on."""
+    if torch.compiler.is_compiling() or type(x) is not Tensor:
+        return False
+    fits = x.dtype == torch.float32 and x.device.type == "cpu" and x.dim() in (3, 4) and x.numel() > 0
+    return fits and unbuilt(x.dtype) is None
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+    """x (B,H,T,D) rotated by tables that broadcast to (B,H,T,D/2)."""
+    x = _side_by_side(x)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)  # the layout that attention wants
+    cos, sin = (table.expand(*x.shape[:-1], -1) for table in (cos, sin))
+    _run("rotate", x, -1.0 if inverse else 1.0, y=out, cos=cos, sin=sin)
+    return out
+
+
+def sphere(x: Tensor, radius: float, eps: float) -> tuple[Tensor, Tensor]:
+    """RMS (..., 1) of the rows of x, and x·radius/rms."""
+    x = _side_by_side(x)
+    rms, y = x.new_empty(*x.shape[:-1], 1), torch.empty_like(x)
+    _run("sphere", x, radius, eps, y=y, rms=rms)
+    return rms, y
+
+
+def sphere_backward(x: Tensor, radius: float, rms: Tensor, d_rms: Tensor, d_y: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the radius."""
+    x, d_y = _side_by_side(x), _side_by_side(d_y)
+    d_x = torch.empty_like(x)
+    d_radius = torch.empty(x.shape[0], -(-x.shape[-2] // CHUNK), dtype=torch.float64)
+    _run("sphere_backward", x, radius, d_radius=d_radius, rms=rms, d_rms=d_rms, d_y=d_y, d_x=d_x)
+    return d_x, d_radius.sum().to(x.dtype)
+
+
+def _run(
+    name: str, x: Tensor, radius: float, eps: float = 0.0, d_radius: Tensor | None = None, **operands: Tensor
+) -> None:
+    heads = x.shape[1] if x.dim() == 4 else 1
+    threads = torch.get_num_threads() if x.numel() >= WORTH_SHARING else 1
+    rows = _Rows(x.shape[0], heads, x.shape[-2], x.shape[-1], threads, radius, eps)
+    for key, value in ({"x": x} | operands).items():
+        batch, *head, token = value.stride()[:-1]
+        setattr(rows, key, _Operand(value.data_ptr(), Strides(batch, head[0] if head else 0, token)))
+    rows.d_radius = None if d_radius is None else d_radius.data_ptr()
+    getattr(library("float"), f"polarlm_{name}")(ctypes.byref(rows), parallel())
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
