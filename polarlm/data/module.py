@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -75,6 +76,8 @@ class LMDataModule(pl.LightningDataModule):
         super().__init__()
         self.corpus, self.context, self.micro_batch, self.seed = corpus, context, micro_batch, seed
         self.mask_documents, self.packing, self.eval_tokens = mask_documents, packing, eval_tokens
+        # (after step, batches left out): where training went back and on with other batches (training/incidents.py).
+        self.detours: list[tuple[int, int]] = []
         if packing not in PACKINGS:
             raise UserError(f"data.packing={packing!r} is not allowed; choose one of {', '.join(PACKINGS)}.")
         # Said at once, not after the model has been built: these raise UserError for data that is too short.
@@ -115,8 +118,20 @@ class LMDataModule(pl.LightningDataModule):
         if self.trainer is not None:
             rank, world = self.trainer.global_rank, self.trainer.world_size
             accumulate, step = self.trainer.accumulate_grad_batches, self.trainer.global_step
-        cut = (self.micro_batch, rank, world, step * accumulate, accumulate)
-        return Prefetched(lambda: train_batches(self.sequences(), *cut))
+        return Prefetched(lambda: self._steps_from(step, rank, world, accumulate))
+
+    def batches_of_step(self, step: int, rank: int = 0, world: int = 1) -> list[Batch]:
+        """The micro-batches of one rank in one optimiser step (from 0), once more."""
+        accumulate = self.trainer.accumulate_grad_batches if self.trainer is not None else 1
+        return list(itertools.islice(self._steps_from(step, rank, world, accumulate), accumulate))
+
+    def _steps_from(self, step: int, rank: int, world: int, accumulate: int) -> Iterator[Batch]:
+        sequences, borders = self.sequences(), [after for after, _ in self.detours if after > step]
+        for end in [*borders, None]:
+            start = step + sum(skipped for after, skipped in self.detours if after <= step)
+            batches = train_batches(sequences, self.micro_batch, rank, world, start * accumulate, accumulate)
+            yield from itertools.islice(batches, None if end is None else (end - step) * accumulate)
+            step = end or step
 
     def eval_dataloader(self, split: str, *, whole: bool = False) -> Prefetched:
         """Every token of a split once (see EvalBatches), this rank's share; without `whole`, the first eval_tokens."""

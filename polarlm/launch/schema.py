@@ -14,6 +14,9 @@ PRECISIONS = ("auto", "32-true", "bf16-mixed", "bf16-true", "16-mixed", "64-true
 ONE_FOLDER = r"(?!\.+$)[\w.+=@-][\w.+=@ -]{0,199}"  # neither "." nor "..", nothing that leads into another folder
 
 
+PATHS = "a run folder, or a .ckpt or .safetensors file inside one"
+
+
 @dataclass(frozen=True)
 class TrainerSettings:
     """How long, how often, and on what."""
@@ -32,6 +35,10 @@ class TrainerSettings:
     log_every: int = setting(at_least=1)
     val_every: int = setting(at_least=1)
     checkpoint_every: int = setting(at_least=1)
+    keep_checkpoints: int = setting(at_least=1)
+    on_nonfinite: str = setting(choices=("stop", "skip", "rewind"))
+    max_incidents: int = setting(at_least=0)
+    spike_z: float = setting(at_least=0)
 
 
 @dataclass(frozen=True)
@@ -99,12 +106,10 @@ class TrainSettings:
     )
     group: str | int | None = setting(pattern=r"[^\x00-\x1f]{1,128}", like="a short name")
     resume: str = setting(choices=("auto", "never"))
+    init_from: str | None = setting(pattern=r"[^\x00]+", like=PATHS)
     runs_dir: str = setting(pattern=r"[^\x00]+", like="a folder")
     cache_dir: str = setting(pattern=r"[^\x00]+", like="a folder")
     sample: SampleSettings = setting()
-
-
-PATHS = "a run folder, or a .ckpt or .safetensors file inside one"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The small files of a run folder, written so that a kill leaves nothing half-done."""
+"""The small files of a run folder: written so that a kill leaves nothing half-done, read without trusting them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from polarlm.data.atomic import write_beside
+from polarlm.errors import UserError
+
+LARGEST_CONFIG = 1 << 20  # bytes; ours have a few thousand
+# libyaml is ten times faster and comes with PyYAML's wheels.
+_SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -21,5 +28,39 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file, or None when it does not exist."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    """Read a JSON file, None when it does not exist; a damaged one is a UserError."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{path} is damaged ({reason}); restore it from a copy, or delete it") from error
+
+
+def parse_config(text: str) -> dict[str, Any]:
+    """A stored configuration as plain values: no aliases (they can make a small file endless), nothing interpolated."""
+    if len(text) > LARGEST_CONFIG:
+        raise ValueError(f"it has {len(text):,} characters, more than any configuration")
+    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=_SafeLoader)):
+        raise ValueError("it holds YAML aliases, which no configuration of ours has")
+    value = yaml.load(text, Loader=_SafeLoader)
+    if not isinstance(value, dict):
+        raise ValueError("it is not a configuration")
+    return value
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a run's config.yaml, or say in one sentence why it can't be used."""
+    try:
+        return parse_config(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path.parent} is not a run folder: it has no config.yaml") from None
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{path} can't be read: {reason}") from error
+
+
+def printable(text: Any) -> str:
+    """Text without what moves a terminal's cursor or changes its colours."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(text))

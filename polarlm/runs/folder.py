@@ -6,10 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from polarlm.errors import UserError
-from polarlm.runs.files import read_json
+from polarlm.runs.files import read_config, read_json
 from polarlm.runs.identity import default_name, differences, experiment_of
 
 
@@ -22,19 +20,21 @@ def choose_folder(config: dict[str, Any]) -> tuple[Path, bool, str | None]:
     if config["resume"] not in ("auto", "never"):
         raise UserError(f"resume={config['resume']!r} is unknown; choose auto or never")
     name = config["name"] or default_name(config)
-    if not re.fullmatch(r"[\w.+=@-][\w.+=@ -]*", str(name)):
-        raise UserError(f"name={name!r} must be one folder name: letters, digits, and any of . _ - + = @")
+    if not re.fullmatch(r"[\w+=@-][\w.+=@ -]*", str(name)):
+        raise UserError(
+            f"name={name!r} must be one folder name: letters, digits, and any of . _ - + = @, not beginning with a dot"
+        )
     taken: Path | None = None
     for number in range(1, 10_000):
         folder = Path(config["runs_dir"]) / (str(name) if number == 1 else f"{name}-{number}")
         if not (folder / "config.yaml").exists():
-            if folder.exists() and any(folder.iterdir()):
+            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
                 raise UserError(f"{folder} exists but is not a run folder (no config.yaml); choose another name=…")
             note = f"{taken} exists: this run goes to {folder}" if taken else None
             return folder, False, note
         finished = (read_json(folder / "summary.json") or {}).get("status") == "finished"
         if not finished and config["resume"] == "auto":
-            old = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+            old = read_config(folder / "config.yaml")
             changed = differences(experiment_of(old), experiment_of(config))
             if not changed:
                 return folder, True, None

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
+from polarlm.errors import UserError
+
 # Settings that may change between a killed run and its continuation without making it another experiment.
 IRRELEVANT = ("name", "group", "resume", "runs_dir", "cache_dir", "logger", "sample", "diagnostics")
-IRRELEVANT_TRAINER = ("accelerator", "devices", "nodes", "strategy", "log_every", "checkpoint_every")
+IRRELEVANT_TRAINER = (
+    "accelerator", "devices", "nodes", "strategy", "log_every",
+    "checkpoint_every", "keep_checkpoints", "on_nonfinite", "max_incidents", "spike_z",
+)  # fmt: skip
 
 
 def experiment_of(config: dict[str, Any]) -> dict[str, Any]:
@@ -39,3 +45,16 @@ def default_name(config: dict[str, Any]) -> str:
     choices = config["choices"]
     digest = hashlib.sha256(json.dumps(experiment_of(config), sort_keys=True).encode()).hexdigest()[:6]
     return f"{choices['block']}-{choices['model']}-{choices['data']}-seed{config['seed']}-{digest}"
+
+
+SECRET = re.compile(r"(api_?key|password|passwd|secret|access_?token|auth_?token)$", re.IGNORECASE)
+
+
+def refuse_secrets(config: dict[str, Any]) -> None:
+    """Refuse settings that look like passwords: a run folder is made to be shown to others."""
+    for key, value in flatten(config):
+        if value is not None and SECRET.search(key.rpartition(".")[2]):
+            raise UserError(
+                f"{key} looks like a secret and would be stored in the run folder; set it in the environment instead "
+                "(WANDB_API_KEY, HF_TOKEN)"
+            )

@@ -1,31 +1,144 @@
-"""The first files of a run folder: what identifies the run."""
+"""Opening a run folder: it appears whole or not at all, belongs to one writer, and goes on only with what it began."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import shutil
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from polarlm.data import Corpus
+from polarlm.data.atomic import explained, flush_folder
+from polarlm.errors import UserError
 from polarlm.runs.environment import environment
-from polarlm.runs.files import write_json, write_text
+from polarlm.runs.files import read_json, write_json, write_text
+from polarlm.runs.folder import choose_folder
+from polarlm.runs.lock import RunLock, lock_folder
+
+ATTEMPTS = 20
+ABANDONED_AFTER_SECONDS = 3600
 
 
-def open_folder(folder: Path, config: dict[str, Any], corpus: Corpus, parameters: int, *, again: bool) -> None:
-    """Write what identifies the run; a continued run keeps what is there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if not again:
-        corpus.tokenizer.save(folder / "tokenizer")
-        write_json(folder / "corpus.json", corpus.describe())
-    write_json(folder / "environment.json", environment())
-    parts = {
-        "name": folder.name,
-        "block": config["choices"]["block"],
-        "group": config["group"],
-        "seed": config["seed"],
-    }
-    write_json(folder / "summary.json", {**parts, "parameters": parameters, "status": "running"})
-    if not again:
-        # Last: config.yaml is what makes the folder a run folder.
-        write_text(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+def open_run(config: dict[str, Any], corpus: Corpus, parameters: int) -> tuple[Path, RunLock, bool]:
+    """(folder, its lock, whether an earlier run goes on) for a configuration; other processes may try the same."""
+    for _ in range(ATTEMPTS):
+        folder, again, note = choose_folder(config)
+        opened = lock_folder(folder) if again else _build(folder, config, corpus, parameters)
+        if opened is None:
+            continue  # another process was faster: look again
+        if again:
+            try:
+                if choose_folder(config)[:2] != (folder, True):  # it finished while we waited
+                    opened.release()
+                    continue
+                check_continuation(folder, corpus)
+            except BaseException:
+                opened.release()
+                raise
+            summary = read_json(folder / "summary.json") or {}
+            write_json(
+                folder / "summary.json", {**_identity(folder, config, parameters), **summary, "status": "running"}
+            )
+        if note:
+            print(note, file=sys.stderr)
+        return folder, opened, again
+    raise UserError(f"{folder} keeps being taken by other processes; give this run another name=…")
+
+
+def _identity(folder: Path, config: dict[str, Any], parameters: int) -> dict[str, Any]:
+    parts = {"name": folder.name, "block": config["choices"]["block"], "group": config["group"], "seed": config["seed"]}
+    return {**parts, "parameters": parameters}
+
+
+def _build(folder: Path, config: dict[str, Any], corpus: Corpus, parameters: int) -> RunLock | None:
+    """Write the folder beside its place, lock it and move it there; None when the place was taken meanwhile."""
+    _clean_up(folder)
+    beside = folder.with_name(f".{folder.name}.{os.getpid()}.new")
+    with explained(folder):
+        beside.mkdir(parents=True)
+    try:
+        lock = lock_folder(beside)
+        corpus.tokenizer.save(beside / "tokenizer")
+        write_json(beside / "corpus.json", corpus.describe())
+        write_json(beside / "environment.json", environment())
+        write_json(beside / "summary.json", {**_identity(folder, config, parameters), "status": "running"})
+        write_text(beside / "config.yaml", yaml.dump(config, Dumper=_PlainDumper, sort_keys=False, allow_unicode=True))
+        try:
+            os.rename(beside, folder)  # fails when a folder with content is there
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise
+            lock.release()
+            shutil.rmtree(beside, ignore_errors=True)
+            return None
+        flush_folder(folder.parent)
+        lock.path = folder / lock.path.name
+        return lock
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+
+
+class _PlainDumper(yaml.SafeDumper):
+    """Without aliases, which readers of a run folder refuse."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _clean_up(folder: Path) -> None:
+    """Remove what killed processes began to build in this place."""
+    for left in folder.parent.glob(f".{glob_escape(folder.name)}.*.new"):
+        pid = left.name.rsplit(".", 2)[1]
+        gone = pid.isdigit() and not _is_alive(int(pid))
+        with contextlib.suppress(OSError):
+            if gone or time.time() - left.stat().st_mtime > ABANDONED_AFTER_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def glob_escape(name: str) -> str:
+    """A name as a pattern that matches only itself."""
+    import glob
+
+    return glob.escape(name)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def check_continuation(folder: Path, corpus: Corpus) -> None:
+    """Refuse to go on with other data; warn about another code or torch version and record it."""
+    recorded, now = read_json(folder / "corpus.json") or {}, corpus.describe()
+    for what in ("fingerprint", "content"):
+        if recorded.get(what) is not None and recorded[what] != now[what]:
+            raise UserError(
+                f"The corpus or its tokenizer has changed since {folder} was begun ({what} {recorded[what]}, now "
+                f"{now[what]}); restore the data, or start a new run with another name=…"
+            )
+    before, here = read_json(folder / "environment.json") or {}, environment()
+    changed = [
+        f"{name} {old} → {new}"
+        for name, old, new in (
+            ("torch", (before.get("versions") or {}).get("torch"), here["versions"]["torch"]),
+            ("polarlm", (before.get("versions") or {}).get("polarlm"), here["versions"]["polarlm"]),
+            ("code", before.get("git_commit"), here["git_commit"]),
+        )
+        if old is not None and old != new
+    ]
+    if changed:
+        print(f"warning: {folder} goes on with another version ({'; '.join(changed)})", file=sys.stderr)
+    earlier = before.pop("earlier", [])
+    write_json(folder / "environment.json", {**here, "earlier": [*earlier, before] if before else earlier})

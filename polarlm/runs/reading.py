@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from polarlm.errors import UserError
+from polarlm.runs.files import parse_config, printable
 from polarlm.runs.identity import flatten
 from polarlm.runs.metrics import Metrics, read_metrics
 from polarlm.runs.probes import MAX_PROBES, Probe, read_probes
@@ -24,8 +25,6 @@ FILES = ("config.yaml", "summary.json", "metrics.jsonl", "diagnostics/probe.json
 # A run that says "running" but has not written for so long was killed (or its machine went away).
 SILENT_AFTER_SECONDS = 15 * 60
 MAX_DEPTH = 3  # how deep `compare runs` looks below the folder it was given
-# libyaml is ten times faster and comes with PyYAML's wheels.
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        return str(self.summary.get("name") or self.config.get("name") or self.folder.name)
+        return printable(self.summary.get("name") or self.config.get("name") or self.folder.name)
 
     @property
     def block(self) -> str:
@@ -57,7 +56,7 @@ class Run:
         target = self.config.get("block")
         if isinstance(target, dict):
             target = str(target.get("_target_", "unknown")).rpartition(".")[2]
-        return str(choice or target or "unknown")
+        return printable(choice or target or "unknown")
 
     @property
     def seed(self) -> int:
@@ -105,7 +104,7 @@ def find_run_folders(patterns: Iterable[str | os.PathLike[str]]) -> list[Path]:
 def read_run(folder: Path, max_probes: int = MAX_PROBES) -> Run:
     """Read one run folder; whatever is missing or damaged is left out and named in `problems`."""
     problems: list[str] = []
-    config = _read(folder / "config.yaml", lambda text: yaml.load(text, Loader=_Loader), problems)
+    config = _read(folder / "config.yaml", parse_config, problems)
     summary = _read(folder / "summary.json", json.loads, problems)
     metrics = read_metrics(folder / "metrics.jsonl")
     probes, torn = read_probes(folder / "diagnostics" / "probe.jsonl", max_probes)
@@ -153,8 +152,8 @@ def _read(path: Path, parse: Any, problems: list[str]) -> dict[str, Any]:
         value = parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (ValueError, yaml.YAMLError, OSError) as error:
-        problems.append(f"{path.name}: {str(error).splitlines()[0]}")
+    except (ValueError, yaml.YAMLError, OSError, RecursionError) as error:
+        problems.append(f"{path.name}: {printable((str(error).splitlines() or [type(error).__name__])[0])}")
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from polarlm.data import Tokenizer, load_tokenizer
+from polarlm.data.atomic import explained, flush_folder
 from polarlm.errors import UserError
 from polarlm.model import GPT
 from polarlm.model.build import build_model
-from polarlm.runs.checkpoints import load_checkpoint
+from polarlm.runs.checkpoints import DamagedCheckpoint, first_non_finite, load_verified, newest_usable
+from polarlm.runs.files import read_config
 
 WEIGHTS = "model.safetensors"
-LAST = "last.ckpt"
+CHECKSUM = "sha256"  # in the file's metadata
 
 
 @dataclass
@@ -43,10 +47,12 @@ def find_run(where: str | Path) -> tuple[Path, Path]:
             raise UserError(f"{path} is neither a .ckpt nor a .safetensors file")
     else:
         folder = path
-        found = [p for p in (folder / "checkpoints" / WEIGHTS, folder / "checkpoints" / LAST) if p.exists()]
-        if (folder / "config.yaml").exists() and not found:
-            raise UserError(f"{folder} holds no checkpoint yet; train it further, or name another run")
-        path = found[0] if found else path
+        path = folder / "checkpoints" / WEIGHTS
+        if (folder / "config.yaml").exists() and not path.exists():
+            newest = newest_usable(folder / "checkpoints")
+            if newest is None:
+                raise UserError(f"{folder} holds no checkpoint yet; train it further, or name another run")
+            path = newest
     if not (folder / "config.yaml").exists():
         raise UserError(f"{folder} is not a run folder: it has no config.yaml")
     return folder, path
@@ -55,14 +61,21 @@ def find_run(where: str | Path) -> tuple[Path, Path]:
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
     """The model's state dict from either kind of file, without executing anything that is in it."""
     if path.suffix == ".safetensors":
-        from safetensors import SafetensorError
+        from safetensors import SafetensorError, safe_open
         from safetensors.torch import load_file
 
         try:
-            return load_file(path)
+            with safe_open(path, framework="pt") as file:
+                recorded = (file.metadata() or {}).get(CHECKSUM)
+            weights = load_file(path)
         except SafetensorError as error:
-            raise UserError(f"{path} is damaged: {error}") from error
-    state = load_checkpoint(path).get("state_dict")
+            raise DamagedCheckpoint(f"{path} is damaged: {error}") from error
+        if recorded is not None and recorded != checksum(weights):
+            raise DamagedCheckpoint(f"{path} is damaged: its checksum is wrong")
+        if (name := first_non_finite({"state_dict": weights})) is not None:
+            raise DamagedCheckpoint(f"{path} holds numbers that are not finite ({name})")
+        return weights
+    state = load_verified(path).get("state_dict")
     if state is None:
         raise UserError(f"{path} is not a polarlm checkpoint: it has no state_dict")
     return {key.removeprefix("model."): value for key, value in state.items()}
@@ -74,16 +87,43 @@ def save_weights(model_state: dict[str, torch.Tensor], path: Path, *, tied: bool
 
     kept = {k: v.contiguous() for k, v in model_state.items() if not (tied and k == "head.weight")}
     beside = path.with_name(f".{path.name}.tmp")
-    save_file(kept, beside)
-    beside.replace(path)
+    with explained(path, lambda: sum(v.nbytes for v in kept.values())):
+        try:
+            save_file(kept, beside, metadata={CHECKSUM: checksum(kept)})
+            with open(beside, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+            flush_folder(path.parent)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
+
+
+def checksum(weights: dict[str, torch.Tensor]) -> str:
+    """SHA-256 over names, types, shapes and bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        tensor = weights[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def restore_run(where: str | Path, device: str = "auto") -> RestoredRun:
     """Rebuild a run from its folder; raises UserError when the pieces do not fit together."""
     folder, path = find_run(where)
-    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    config = read_config(folder / "config.yaml")
     tokenizer = load_tokenizer(folder / "tokenizer")
-    weights = load_weights(path)
+    try:
+        weights = load_weights(path)
+    except DamagedCheckpoint as error:
+        newest = newest_usable(folder / "checkpoints") if Path(where).is_dir() else None
+        if newest is None:
+            raise
+        print(f"warning: {error}; {newest.name} is used", file=sys.stderr)
+        path, weights = newest, load_weights(newest)
+    if "embedding.weight" not in weights:
+        raise UserError(f"{path} does not hold a polarlm model: it has no embedding.weight")
     vocabulary = weights["embedding.weight"].shape[0]
     if vocabulary != tokenizer.vocab_size:
         raise UserError(
@@ -100,3 +140,16 @@ def restore_run(where: str | Path, device: str = "auto") -> RestoredRun:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return RestoredRun(folder, config, model.to(device).eval(), tokenizer, path)
+
+
+def start_from(model: GPT, where: str | Path) -> None:
+    """Give a fresh model the weights of another run (init_from=…), which must fit it exactly."""
+    _, path = find_run(where)
+    weights = load_weights(path)
+    if model.config.tie_embeddings:
+        weights = {**weights, "head.weight": weights["embedding.weight"]}
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"init_from={where}: the weights of {path} do not fit this model: {reason}") from error

@@ -6,7 +6,6 @@ validation: a kill in between would lose the point for ever. Here the row is on 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +45,7 @@ class Recorder(pl.Callback):
         self.last: dict[str, Any] = {}  # the newest value of every metric, for the progress bar
         self.seconds = 0.0  # time of earlier processes of this run
         self.paused = 0.0  # of which in validation and diagnostics
-        self._step = self._window_step = 0
+        self._window_step = 0
         self._start = self._window_start = time.perf_counter()
 
     def is_log_step(self, trainer: pl.Trainer, step: int) -> bool:
@@ -60,13 +59,9 @@ class Recorder(pl.Callback):
         for logger in trainer.loggers:
             if isinstance(logger, JsonLines):
                 logger.rewind(trainer.global_step)
-        self._step = self._window_step = trainer.global_step
+        self._window_step = trainer.global_step
         self._start = self._window_start = time.perf_counter()
         self._measure_peak(trainer)
-
-    def stepped(self, trainer: pl.Trainer) -> bool:
-        """Whether the micro-batch that just ended completed an optimiser step."""
-        return trainer.global_step != self._step
 
     def pause(self, seconds: float) -> None:
         """Keep validation and diagnostics out of tokens/s."""
@@ -79,11 +74,8 @@ class Recorder(pl.Callback):
             self.peak.measure()
             self.pause(time.perf_counter() - began)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_index: int) -> None:
+    def on_step_end(self, trainer: pl.Trainer, module: Any) -> None:
         step = trainer.global_step
-        if not self.stepped(trainer):
-            return
-        self._step = step
         loss, module.step_loss = module.step_loss, None
         if self.is_log_step(trainer, step):
             loss = trainer.strategy.reduce(loss / trainer.accumulate_grad_batches, reduce_op="mean").item()
@@ -98,8 +90,6 @@ class Recorder(pl.Callback):
             }
             if self.peak is not None and self.peak.best is not None:
                 self.row |= {"mfu": self.peak.share(speed * self.flops_per_token), "peak_flops": self.peak.best}
-            if not math.isfinite(loss):
-                raise FloatingPointError(f"The training loss became {loss} at step {step}; a lower optim.lr may help")
         if self.row:
             self.write(trainer, step)
             self._measure_peak(trainer)
@@ -135,10 +125,12 @@ class Validation(pl.Callback):
     ) -> None:
         self.recorder, self.every, self.on_progress = recorder, every, on_progress
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_index: int) -> None:
+    def due(self, trainer: pl.Trainer) -> bool:
+        """Whether this step is validated."""
+        return trainer.global_step == trainer.max_steps or bool(self.every and trainer.global_step % self.every == 0)
+
+    def on_step_end(self, trainer: pl.Trainer, module: Any) -> None:
         step = trainer.global_step
-        if not self.recorder.stepped(trainer):
-            return
         if step == trainer.max_steps:
             for split in trainer.datamodule.corpus.splits:  # type: ignore[attr-defined]
                 if split != "train":

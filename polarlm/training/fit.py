@@ -11,20 +11,32 @@ from polarlm.training.job import Job
 
 
 def fit(job: Job, folder: Path, loggers: Sequence[Any] = (), extra: Sequence[Any] = ()) -> None:
-    """Lightning's loop with our callbacks, and `extra` ones after them; `loggers` copy what metrics.jsonl gets."""
+    """Train until the last step; a rewind (training/incidents.py) ends one pass of Lightning's loop and begins another.
+
+    `loggers` copy what metrics.jsonl gets; `extra` callbacks come after ours.
+    """
+    while fit_once(job, folder, loggers, extra):
+        pass
+
+
+def fit_once(job: Job, folder: Path, loggers: Sequence[Any], extra: Sequence[Any]) -> bool:
+    """Lightning's loop with our callbacks, from the newest checkpoint on; True when it must go on from there again."""
     import lightning.pytorch as pl
 
-    from polarlm.runs.checkpoints import SafeCheckpointIO
+    from polarlm.runs.checkpoints import SafeCheckpointIO, newest_usable
     from polarlm.training.callbacks import Recorder, StepSeed, Validation
-    from polarlm.training.checkpointing import LastCheckpoint
+    from polarlm.training.checkpointing import Checkpointing
+    from polarlm.training.incidents import Incidents, detours
     from polarlm.training.loggers.json_lines import JsonLines
     from polarlm.training.loggers.progress import Progress
     from polarlm.training.loggers.throughput import HardwarePeak, StepTimes
     from polarlm.training.module import LanguageModel
     from polarlm.training.probing import Probing
     from polarlm.training.signals import GracefulStop
+    from polarlm.training.steps import Steps
 
     t, config = job.config["trainer"], job.config
+    rows = JsonLines(folder / "metrics.jsonl")
     recorder = Recorder(
         batch_tokens=job.plan.tokens,
         flops_per_token=job.model.flops_per_token(job.plan.context),
@@ -32,7 +44,25 @@ def fit(job: Job, folder: Path, loggers: Sequence[Any] = (), extra: Sequence[Any
         peak=HardwarePeak(job.accelerator, job.precision, job.plan.processes),
     )
     progress = Progress(recorder, job.plan.tokens)
-    checkpoint = LastCheckpoint(folder / "checkpoints", int(t["checkpoint_every"]))
+    probing = Probing(recorder, job.data, config["diagnostics"], folder)
+    checkpointing = Checkpointing(
+        recorder,
+        folder / "checkpoints",
+        every=int(t["checkpoint_every"]),
+        keep=int(t["keep_checkpoints"]),
+        flush=(rows.flush, probing.file.flush),
+    )
+    incidents = Incidents(
+        folder,
+        policy=t["on_nonfinite"],
+        limit=int(t["max_incidents"]),
+        spike_z=float(t["spike_z"] or 0),
+        is_read_step=lambda trainer: (
+            recorder.is_log_step(trainer, trainer.global_step) or checkpointing.due(trainer) or validation.due(trainer)
+        ),
+        discard=checkpointing.forget,
+    )
+    checkpointing.from_start = incidents.policy == "rewind"
     module = LanguageModel(
         job.model,
         optim=config["optim"],
@@ -40,10 +70,14 @@ def fit(job: Job, folder: Path, loggers: Sequence[Any] = (), extra: Sequence[Any
         batch_tokens=job.plan.tokens,
         max_steps=job.steps,
         compiled=job.compiled,
+        incidents=incidents,
     )
     validation = Validation(recorder, every=int(t["val_every"]), on_progress=progress.on_validation_progress)
-    stop = GracefulStop(agree_every=int(t["log_every"]))
-    probing = Probing(recorder, job.data, config["diagnostics"], folder)
+    times, stop = StepTimes(recorder), GracefulStop(agree_every=int(t["log_every"]))
+    # What happens after a step, in this order: a bad step is noticed before anything is kept of it; the row is on disk
+    # before the checkpoint is, so that a kill in between leaves neither gap nor double step.
+    parts: list[Any] = [times, incidents, validation, probing, recorder, progress, stop, checkpointing]
+    job.data.detours = detours(folder)
     try:
         trainer = pl.Trainer(
             accelerator=job.accelerator,
@@ -58,27 +92,22 @@ def fit(job: Job, folder: Path, loggers: Sequence[Any] = (), extra: Sequence[Any
             deterministic=bool(t["deterministic"]),
             use_distributed_sampler=False,  # batches are already a function of (seed, step, rank)
             limit_val_batches=0,  # validation is a callback: see training/callbacks.py
-            logger=[JsonLines(folder / "metrics.jsonl"), *loggers],
-            callbacks=[
-                StepTimes(recorder),
-                StepSeed(config["seed"]),
-                validation,
-                probing,
-                recorder,
-                progress,
-                stop,
-                *extra,
-                checkpoint,
-            ],
+            logger=[rows, *loggers],
+            callbacks=[StepSeed(config["seed"]), *parts, Steps(parts), *extra],
             plugins=[SafeCheckpointIO()],
             default_root_dir=folder,
+            enable_checkpointing=False,  # ours is a callback: see training/checkpointing.py
             enable_model_summary=False,
             log_every_n_steps=10**9,  # rows are written by Recorder
         )
-        trainer.fit(module, datamodule=job.data, ckpt_path=str(checkpoint.path) if checkpoint.path.exists() else None)
+        newest = newest_usable(folder / "checkpoints")
+        trainer.fit(module, datamodule=job.data, ckpt_path=str(newest) if newest else None)
+        if incidents.rewound:
+            return True
         if stop.exit_code is not None:
             print(f"Stopped at step {trainer.global_step}; the same command continues {folder}", file=sys.stderr)
             sys.exit(stop.exit_code)
+        return False
     finally:
         progress.close()
 

@@ -12,6 +12,7 @@ from polarlm.data import Corpus, LMDataModule, build_corpus
 from polarlm.errors import UserError
 from polarlm.model import GPT
 from polarlm.model.build import build_model, warn_about_idle_settings
+from polarlm.runs.restore import start_from
 from polarlm.training.batching import BatchPlan, plan_batches, total_steps
 from polarlm.training.hardware import choose_accelerator, choose_compile, choose_precision
 from polarlm.training.optimisers import build_optimiser
@@ -58,6 +59,8 @@ def build_job(config: dict[str, Any]) -> Job:
     torch.manual_seed(config["seed"])
     model = build_model(config, corpus.tokenizer.vocab_size)
     warn_about_idle_settings(model, config["block"])
+    if config.get("init_from"):
+        start_from(model, config["init_from"])
     build_optimiser(config["optim"], model)  # only to refuse wrong options now
     return Job(config, corpus, model, data, plan, steps, schedule, accelerator, precision, compiled)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -10,16 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.runs.files import read_json, write_json
-from polarlm.runs.folder import choose_folder
-from polarlm.runs.opening import open_folder
+from polarlm.runs.identity import refuse_secrets
+from polarlm.runs.opening import open_run
 from polarlm.training.finish import finish
 from polarlm.training.fit import fit
 from polarlm.training.hardware import use_tensor_cores
 from polarlm.training.job import build_job, headline
 from polarlm.training.loggers.sinks import build_loggers, finish_loggers
 from polarlm.training.quiet import quiet_libraries
+from polarlm.training.ranks import forget_folder, is_first, tell_folder, told_folder
+from polarlm.training.signals import SignOfLife
 
-FOLDER_VARIABLE = "POLARLM_RUN_DIR"  # how rank 0 tells the processes it starts where the run lives
 RESULT_VARIABLE = "POLARLM_RESULT"  # a file that a job in a process of its own leaves its run folder's name in
 
 
@@ -38,33 +40,26 @@ def train_run(config: dict[str, Any], pictures: Callable[[Path], Any] | None = N
     """
     quiet_libraries()
     use_tensor_cores()
+    refuse_secrets(config)
     job = build_job(config)
-    first = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0
-    if FOLDER_VARIABLE in os.environ and not first:
-        folder, again, note = Path(os.environ[FOLDER_VARIABLE]), True, None
-    else:
-        folder, again, note = choose_folder(config)
-    if first:
-        if note:
-            print(note, file=sys.stderr)
-        open_folder(folder, config, job.corpus, job.model.parameter_count(), again=again)
-        print(headline(job, folder, again=again), file=sys.stderr, flush=True)
-        if job.plan.processes > 1:
-            os.environ[FOLDER_VARIABLE] = str(folder)
+    if not is_first():
+        fit(job, told_folder())
+        return None
+    folder, lock, again = open_run(config, job.corpus, job.model.parameter_count())
     loggers: list[Any] = []
     status = "finished"
     try:
+        print(headline(job, folder, again=again), file=sys.stderr, flush=True)
+        tell_folder(folder)
         loggers = build_loggers(config, folder)
-        fit(job, folder, loggers)
-        if not first:
-            return None
+        fit(job, folder, loggers, extra=[SignOfLife(lock)])
         summary = finish(job, folder, pictures)
         if RESULT_VARIABLE in os.environ:
             Path(os.environ[RESULT_VARIABLE]).write_text(str(folder.resolve()), encoding="utf-8")
         return Result(folder, summary)
     except BaseException as error:
         status = "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
-        if first:
+        with contextlib.suppress(Exception):  # a full disk, a damaged summary: what went wrong first is what counts
             summary = read_json(folder / "summary.json") or {}
             write_json(
                 folder / "summary.json", {**summary, "status": status, "error": f"{type(error).__name__}: {error}"}
@@ -72,4 +67,5 @@ def train_run(config: dict[str, Any], pictures: Callable[[Path], Any] | None = N
         raise
     finally:
         finish_loggers(loggers, status)  # after summary.json, which they copy
-        os.environ.pop(FOLDER_VARIABLE, None) if first else None
+        lock.release()
+        forget_folder()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from polarlm.model import GPT
 from polarlm.training.gradients import clip, gradients_of, total_norm
+from polarlm.training.incidents import Incidents
 from polarlm.training.optimisers import build_optimiser
 from polarlm.training.schedules.warmup import Schedule
 
@@ -29,12 +30,14 @@ class LanguageModel(pl.LightningModule):
         batch_tokens: int,
         max_steps: int,
         compiled: bool,
+        incidents: Incidents | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.optim, self.schedule = optim, schedule
         self.batch_tokens, self.max_steps = batch_tokens, max_steps
         self.compiled = compiled
+        self.incidents = incidents
         self._loss: Callable[..., Tensor] = model.loss
         self.step_loss: Tensor | None = None  # sum over the micro-batches of the running step, kept on the device
         # Of the step that is being taken: the gradients' norm before clipping, and the learning rate.
@@ -70,6 +73,8 @@ class LanguageModel(pl.LightningModule):
         """Between the last backward pass of a step and the step (Lightning's own clipping is off)."""
         gradients = gradients_of(p for group in optimizer.param_groups for p in group["params"])
         self.grad_norm = total_norm(gradients)
+        if self.incidents is not None:
+            self.incidents.suppress(self.grad_norm, self.trainer.global_step + 1, optimizer)
         self.step_lr = optimizer.param_groups[0]["lr"]
         if self.optim["grad_clip"]:
             clip(gradients, self.grad_norm, float(self.optim["grad_clip"]))

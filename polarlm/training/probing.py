@@ -45,9 +45,9 @@ class Probing(pl.Callback):
             if trainer.global_step == 0:
                 self.probe(trainer, module)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_index: int) -> None:
+    def on_step_end(self, trainer: pl.Trainer, module: Any) -> None:
         step = trainer.global_step
-        if self.every and self.recorder.stepped(trainer) and (step % self.every == 0 or step == trainer.max_steps):
+        if self.every and (step % self.every == 0 or step == trainer.max_steps):
             self.recorder.row |= self.probe(trainer, module)
 
     def probe(self, trainer: Any, module: Any) -> dict[str, float | None]:

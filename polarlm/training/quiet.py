@@ -13,6 +13,7 @@ def quiet_libraries() -> None:
     for text in (
         ".*have no `validation_step`.*",
         ".*does not have many workers.*",
+        ".*your dataloader is not resumable.*",  # it is: a batch is a function of its step
         ".*LeafSpec.*",
         ".*Checkpoint directory.*",
         ".*isinstance\\(treespec.*",

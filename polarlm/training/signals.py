@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import signal
+import time
 from typing import Any
 
 import lightning.pytorch as pl
+
+from polarlm.runs.lock import RunLock
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -30,9 +33,7 @@ class GracefulStop(pl.Callback):
             raise KeyboardInterrupt
         self.received = number
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_index: int) -> None:
-        if (batch_index + 1) % trainer.accumulate_grad_batches:
-            return
+    def on_step_end(self, trainer: pl.Trainer, module: Any) -> None:
         stop = self.received is not None
         if trainer.world_size > 1:
             if trainer.global_step % self.agree_every:
@@ -51,3 +52,15 @@ class GracefulStop(pl.Callback):
     def exit_code(self) -> int | None:
         """128 + signal number when a signal ended the run early, as shells and schedulers expect."""
         return None if self.received is None else 128 + self.received
+
+
+class SignOfLife(pl.Callback):
+    """Keeps the run folder's lock young, for machines that see the file but not the lock."""
+
+    def __init__(self, lock: RunLock) -> None:
+        self.lock, self._at = lock, time.monotonic()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_index: int) -> None:
+        if time.monotonic() - self._at > 30:
+            self._at = time.monotonic()
+            self.lock.touch()

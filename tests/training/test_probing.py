@@ -15,9 +15,12 @@ from polarlm.training.callbacks import Recorder, StepSeed
 from polarlm.training.loggers.json_lines import JsonLines
 from polarlm.training.module import LanguageModel
 from polarlm.training.probing import Probing, probe_batch
+from polarlm.training.schedules.constant import Constant
+from polarlm.training.steps import Steps
 
 TEXT = np.random.default_rng(0).integers(0, 32, 5000)
-OPTIM = {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "estimator_lr_factor": 1.0}
+OPTIM = {"_target_": "polarlm.training.optimisers.adamw.adamw", "lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8}
+OPTIM |= {"weight_decay": 0.1, "estimator_lr_factor": 1.0, "grad_clip": None}
 
 
 class Store:
@@ -37,7 +40,7 @@ class Data(pl.LightningDataModule):
 
     def train_dataloader(self):
         rows = torch.from_numpy(TEXT[: 32 * 17].reshape(32, 17))
-        batches = [{"tokens": r[:, :-1], "targets": r[:, 1:]} for r in rows.split(2)]
+        batches = [{"tokens": r[:, :-1], "targets": r[:, 1:], "counted": torch.tensor(32.0)} for r in rows.split(2)]
         return torch.utils.data.DataLoader(batches, batch_size=None)
 
 
@@ -47,7 +50,7 @@ def train(folder, *, every, steps=10, compiled=False, layers=2):
     torch.manual_seed(0)
     config = GPTConfig(vocab_size=32, context=16, d_model=16, n_layer=layers, n_head=2, dropout=0.2)
     module = LanguageModel(
-        GPT(config, PolarAttention), optim=OPTIM, schedule={"kind": "constant"}, batch_tokens=32, max_steps=steps,
+        GPT(config, PolarAttention), optim=OPTIM, schedule=Constant(), batch_tokens=32, max_steps=steps,
         compiled=compiled,
     )  # fmt: skip
     recorder = Recorder(batch_tokens=32, flops_per_token=1, log_every=1)
@@ -55,7 +58,8 @@ def train(folder, *, every, steps=10, compiled=False, layers=2):
     metrics = JsonLines(folder / "metrics.jsonl")
     trainer = pl.Trainer(
         accelerator="cpu", max_steps=steps, logger=[metrics], enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[StepSeed(1), probing, recorder], log_every_n_steps=10**9,
+        enable_model_summary=False, log_every_n_steps=10**9,
+        callbacks=[StepSeed(1), probing, recorder, Steps([probing, recorder])],
     )  # fmt: skip
     trainer.fit(module, datamodule=Data())
     return metrics.rows()

@@ -39,6 +39,13 @@ class JsonLines(Logger):
             file.write(json.dumps(row) + "\n")
 
     @rank_zero_only
+    def flush(self) -> None:
+        """Have every row on disk, as a checkpoint that follows will be."""
+        if self.path.exists():
+            with open(self.path, "rb") as file:
+                os.fsync(file.fileno())
+
+    @rank_zero_only
     def rewind(self, step: int) -> None:
         """Drop the rows after `step` (written after the checkpoint we continue from) and a torn last line."""
         if not self.path.exists():

@@ -102,9 +102,9 @@ class Progress(ProgressBar):
         taken = len("train") + 1 + bar_width(width) + 1 + len(f"{step}/{total}") + 1
         return self._text(step, total, width - taken)
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_index: int) -> None:
+    def on_step_end(self, trainer: Any, module: Any) -> None:
         step, total = trainer.global_step, trainer.max_steps
-        if trainer.global_rank != 0 or (batch_index + 1) % trainer.accumulate_grad_batches:
+        if trainer.global_rank != 0:
             return
         if self.live:
             if self.validating is not None:

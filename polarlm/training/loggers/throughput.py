@@ -121,8 +121,8 @@ class StepTimes(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_index: int) -> None:
         self._mark(module, "optimiser")
-        if (batch_index + 1) % trainer.accumulate_grad_batches:
-            return
+
+    def on_step_end(self, trainer: Any, module: Any) -> None:
         if self.spent is not None:
             self.recorder.row |= {f"time/{part}": round(seconds, 6) for part, seconds in self.spent.items()}
         watch = self.recorder.is_log_step(trainer, trainer.global_step + 1)

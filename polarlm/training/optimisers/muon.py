@@ -17,10 +17,14 @@ from polarlm.training.optimisers.groups import GROUPS, parameter_roles
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Two optimisers that look like one: one list of groups for the schedule, one state for the checkpoint."""
+    """Two optimisers that look like one: one list of groups for the schedule, one state for the checkpoint.
+
+    Steps that went wrong are left out (`suppress`): AdamW does it on the device, Muon has to wait for the flag.
+    """
 
     def __init__(self, muon: torch.optim.Optimizer, adamw: torch.optim.Optimizer) -> None:
         self.parts = (muon, adamw)
+        self.stopped: torch.Tensor | None = None
         super().__init__([group for part in self.parts for group in part.param_groups], {})
         self._link()
 
@@ -32,6 +36,11 @@ class MuonAndAdamW(torch.optim.Optimizer):
             part.param_groups = self.param_groups[first : first + count]
             part.state = self.state
             first += count
+
+    def suppress(self, stop: torch.Tensor) -> None:
+        """Leave out the next step where `stop` holds; Muon's own part can only be told by waiting for the device."""
+        self.stopped = stop
+        self.parts[1].found_inf = stop.to(torch.float32)  # type: ignore[attr-defined]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over groups and state, for both parts."""
@@ -46,8 +55,9 @@ class MuonAndAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._link()
-        for part in self.parts:
-            part.step()
+        if self.stopped is None or not bool(self.stopped):
+            self.parts[0].step()
+        self.parts[1].step()
         return loss
 
 

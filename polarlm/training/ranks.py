@@ -1,0 +1,84 @@
+"""How the processes of one run agree on its folder before they can talk: rank 0 chooses, the others are told.
+
+Lightning starts its own processes with rank 0's environment. torchrun starts all at once: they meet at the store that
+its agent keeps. SLURM does too: there a file on the shared disk, named after the job step, carries the name.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from polarlm.errors import UserError
+
+FOLDER_VARIABLE = "POLARLM_RUN_DIR"
+WAIT_SECONDS = 600  # rank 0 may first have to prepare the corpus
+
+
+def is_first() -> bool:
+    """Whether this process is rank 0."""
+    for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):
+        if name in os.environ and (name != "SLURM_PROCID" or _slurm()):
+            return int(os.environ[name]) == 0 and (name != "LOCAL_RANK" or os.environ.get("NODE_RANK", "0") == "0")
+    return os.environ.get("NODE_RANK", "0") == "0"
+
+
+def tell_folder(folder: Path) -> None:
+    """Rank 0: let the other processes know."""
+    os.environ[FOLDER_VARIABLE] = str(folder.resolve())
+    if _torchrun():
+        _store().set(_key(), str(folder.resolve()))
+    elif _slurm():
+        _slurm_file().parent.mkdir(parents=True, exist_ok=True)
+        beside = _slurm_file().with_suffix(".tmp")
+        beside.write_text(str(folder.resolve()), encoding="utf-8")
+        os.replace(beside, _slurm_file())
+
+
+def told_folder() -> Path:
+    """The other ranks: wait until rank 0 has chosen."""
+    if _torchrun():
+        return Path(_store().get(_key()).decode())
+    if FOLDER_VARIABLE in os.environ:
+        return Path(os.environ[FOLDER_VARIABLE])
+    until = time.monotonic() + WAIT_SECONDS
+    while _slurm() and time.monotonic() < until:
+        if _slurm_file().exists():
+            return Path(_slurm_file().read_text(encoding="utf-8"))
+        time.sleep(0.2)
+    raise UserError("Rank 0 did not say which folder the run has; start all processes with torchrun, srun or by one")
+
+
+def forget_folder() -> None:
+    """Rank 0: the run is over."""
+    os.environ.pop(FOLDER_VARIABLE, None)
+    if _slurm() and not _torchrun():
+        _slurm_file().unlink(missing_ok=True)
+
+
+def _torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ and "MASTER_PORT" in os.environ
+
+
+def _slurm() -> bool:
+    return int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_STEP_ID" in os.environ
+
+
+def _key() -> str:
+    return f"polarlm/folder/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _store() -> Any:
+    from torch.distributed import TCPStore
+
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # torchrun's agent serves the store; without it (TORCHELASTIC_USE_AGENT_STORE unset) rank 0 would have to.
+    return TCPStore(*place, is_master=False, timeout=timedelta(seconds=WAIT_SECONDS))
+
+
+def _slurm_file() -> Path:
+    step = "-".join(os.environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
+    return Path.cwd() / "runs" / ".slurm" / step

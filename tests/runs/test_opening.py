@@ -1,0 +1,158 @@
+"""A run folder appears whole, has one writer, and goes on only with what it began."""
+
+import json
+import multiprocessing
+import os
+import socket
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from polarlm.errors import UserError
+from polarlm.runs.identity import refuse_secrets
+from polarlm.runs.lock import lock_folder
+from polarlm.runs.opening import open_run
+
+
+class Tokenizer:
+    def save(self, folder):
+        folder.mkdir()
+        (folder / "tokenizer.json").write_text("{}")
+
+
+def corpus(content="abc"):
+    described = {"name": "x", "fingerprint": "f", "content": content}
+    return SimpleNamespace(tokenizer=Tokenizer(), describe=lambda: described)
+
+
+@pytest.fixture
+def config(tmp_path):
+    return {
+        "seed": 1, "name": "mine", "group": None, "resume": "auto", "runs_dir": str(tmp_path / "runs"),
+        "trainer": {"max_steps": 5, "devices": 1}, "choices": {"block": "polar", "model": "nano", "data": "pydocs"},
+    }  # fmt: skip
+
+
+def test_a_new_folder_is_complete_when_it_appears(config, tmp_path):
+    folder, lock, again = open_run(config, corpus(), 10)
+    assert (folder, again) == (tmp_path / "runs" / "mine", False)
+    assert {"config.yaml", "summary.json", "environment.json", "corpus.json", "tokenizer"} <= set(os.listdir(folder))
+    assert json.loads((folder / "summary.json").read_text())["status"] == "running"
+    assert os.listdir(tmp_path / "runs") == ["mine"]
+    lock.release()
+
+
+def test_a_failure_while_opening_leaves_nothing(config, tmp_path, monkeypatch):
+    monkeypatch.setattr("polarlm.runs.opening.environment", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        open_run(config, corpus(), 10)
+    assert os.listdir(tmp_path / "runs") == []
+
+
+def test_what_a_killed_process_began_to_build_is_removed(config, tmp_path):
+    dead = multiprocessing.get_context("fork").Process(target=lambda: None)
+    dead.start()
+    dead.join()
+    left = tmp_path / "runs" / f".mine.{dead.pid}.new"
+    left.mkdir(parents=True)
+    open_run(config, corpus(), 10)[1].release()
+    assert os.listdir(tmp_path / "runs") == ["mine"]
+
+
+def test_one_writer_per_folder_and_the_other_is_told_who_it_is(config):
+    _, lock, _ = open_run(config, corpus(), 10)
+    with pytest.raises(UserError, match=rf"process {os.getpid()} on"):
+        open_run(config, corpus(), 10)
+    lock.release()
+    _, lock, again = open_run(config, corpus(), 10)
+    assert again
+    lock.release()
+
+
+def _hold(folder, ready):
+    kept = lock_folder(folder)  # an object that goes away gives the lock back
+    ready.set()
+    time.sleep(60)
+    kept.release()
+
+
+def test_the_lock_of_a_killed_process_is_free(config):
+    folder, lock, _ = open_run(config, corpus(), 10)
+    lock.release()
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    other = context.Process(target=_hold, args=(folder, ready))
+    other.start()
+    assert ready.wait(30)
+    with pytest.raises(UserError, match=rf"process {other.pid} on"):
+        open_run(config, corpus(), 10)
+    other.kill()
+    other.join()
+    open_run(config, corpus(), 10)[1].release()
+
+
+def test_another_machine_counts_as_alive_until_it_is_silent_for_long(config):
+    folder, lock, _ = open_run(config, corpus(), 10)
+    lock.release()
+    owner = {"pid": 1, "host": socket.gethostname() + "-other", "since": "yesterday"}
+    (folder / "run.lock").write_text(json.dumps(owner))
+    with pytest.raises(UserError, match="other, since yesterday"):
+        open_run(config, corpus(), 10)
+    os.utime(folder / "run.lock", (time.time() - 3600,) * 2)
+    open_run(config, corpus(), 10)[1].release()
+
+
+def _race(config, results):
+    try:
+        folder, _, again = open_run(config, corpus(), 10)
+        results.put((folder.name, again))
+        time.sleep(3)
+    except UserError:
+        results.put(("refused", False))
+    results.close()
+    results.join_thread()
+    os._exit(0)
+
+
+def test_of_many_that_start_at_once_one_wins(config, tmp_path):
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    racers = [context.Process(target=_race, args=(config, results)) for _ in range(6)]
+    for racer in racers:
+        racer.start()
+    found = sorted(results.get(timeout=60) for _ in racers)
+    for racer in racers:
+        racer.join()
+    assert found.count(("mine", False)) == 1 and found.count(("refused", False)) == 5
+    assert [name for name in os.listdir(tmp_path / "runs") if not name.startswith(".")] == ["mine"]
+
+
+def test_changed_data_is_refused_and_a_changed_version_is_told_and_recorded(config, capsys):
+    folder, lock, _ = open_run(config, corpus(), 10)
+    lock.release()
+    with pytest.raises(UserError, match=r"corpus or its tokenizer has changed"):
+        open_run(config, corpus("other"), 10)
+    environment = json.loads((folder / "environment.json").read_text())
+    environment["versions"]["torch"] = "1.0.0"
+    (folder / "environment.json").write_text(json.dumps(environment))
+    open_run(config, corpus(), 10)[1].release()
+    assert "torch 1.0.0 →" in capsys.readouterr().err
+    now = json.loads((folder / "environment.json").read_text())
+    assert now["versions"]["torch"] != "1.0.0" and now["earlier"][0]["versions"]["torch"] == "1.0.0"
+
+
+@pytest.mark.parametrize("name", ["..", ".", ".hidden", "a/b", "../x", "a\nb", "a\x1b[31mb", ""])
+def test_names_that_are_not_one_visible_folder_are_refused(config, name, tmp_path):
+    if name == "":
+        return  # no name: one is made
+    with pytest.raises(UserError, match="folder name"):
+        open_run({**config, "name": name}, corpus(), 10)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("key", ["api_key", "apikey", "password", "auth_token", "secret"])
+def test_secrets_are_refused(key):
+    with pytest.raises(UserError, match=f"logger.{key}"):
+        refuse_secrets({"logger": {"kind": "wandb", key: "hunter2"}})
+    refuse_secrets({"data": {"eval_tokens": 3}, "logger": {"project": "x"}})
