@@ -12,8 +12,9 @@ import numpy as np
 from polarlm.data.corpus import Corpus, build_corpus, find_damage, prepared_corpus
 from polarlm.data.order.permutation import Permutation, key
 from polarlm.data.store.tokens import TokenStore
-from polarlm.errors import UserError
+from polarlm.errors import UserError, did_you_mean
 from polarlm.locations import CONFIGS, own_configs
+from polarlm.visible import visible_text
 
 _BAR = 40
 
@@ -46,7 +47,7 @@ def compose(choices: list[str]) -> tuple[dict[str, Any], dict[str, Any], str]:
     """(data, tokenizer, cache folder) of a train configuration with these choices."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
-    from hydra.errors import HydraException
+    from hydra.errors import HydraException, MissingConfigException
     from omegaconf import OmegaConf
 
     own = own_configs()
@@ -54,8 +55,16 @@ def compose(choices: list[str]) -> tuple[dict[str, Any], dict[str, Any], str]:
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             config: Any = OmegaConf.to_container(hydra_compose("train", [*choices, *found]), resolve=False)
+    except MissingConfigException as error:
+        group, _, choice = str(error.missing_cfg_file).rpartition("/")
+        options = corpora() if group == "data" else list(error.options or ())
+        near = did_you_mean(choice, options)
+        raise UserError(f"{group}={choice} does not exist. {near}Choices: {', '.join(options)}.") from None
     except HydraException as error:
-        raise UserError(f"{str(error).splitlines()[0]}. Corpora: {', '.join(corpora())}.") from None
+        raise UserError(
+            f"{' '.join(str(error).split())} Give choices as key=value, for example data=text data.path=book.txt; "
+            "`python train.py --cfg job` shows every key."
+        ) from None
     plain: Any = OmegaConf.to_container(
         OmegaConf.create({k: config[k] for k in ("data", "tokenizer", "cache_dir")}), resolve=True
     )
@@ -87,6 +96,9 @@ def info(options: argparse.Namespace) -> int:
 
 def sample(options: argparse.Namespace) -> int:
     """Print a few random documents of a split."""
+    for name in ("count", "tokens"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name} {getattr(options, name)} must be at least 1.")
     corpus = build_corpus(*compose(options.choices))
     store = corpus.store(options.split)
     starts = store.document_starts(0, len(store))
@@ -97,7 +109,7 @@ def sample(options: argparse.Namespace) -> int:
         shown = store[begin : min(end, begin + options.tokens)]
         more = f" (first {len(shown):,} shown)" if len(shown) < end - begin else ""
         print(f"--- {options.split} document {place:,}: {end - begin:,} tokens{more}")
-        print(corpus.tokenizer.decode(shown.tolist()))
+        print(visible_text(corpus.tokenizer.decode(shown.tolist())))
     return 0
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.evaluation.metrics import METRICS, formatted
-from polarlm.evaluation.visible import visible_text
 from polarlm.training.loggers.progress import clock, short
+from polarlm.visible import visible_text
 
 
 def final_table(summary: dict[str, Any], folder: Path, sample: str | None) -> str:

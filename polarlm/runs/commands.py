@@ -66,8 +66,8 @@ def _add_generate(verbs: Any) -> None:
 def generate(options: argparse.Namespace) -> int:
     """Print every prompt and its continuation, as it is written."""
     from polarlm.evaluation.generate import Sampling, stream_text
-    from polarlm.evaluation.visible import visible_text
     from polarlm.runs.restore import restore_run
+    from polarlm.visible import visible_text
 
     sampling = Sampling(
         temperature=options.temperature,

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from polarlm.data import commands, corpus
+from polarlm.errors import UserError
 from tests.data.conftest import made_up_documents
 
 
@@ -28,6 +29,35 @@ def test_prepare_info_and_sample_show_what_is_there(choices: list[str], capsys: 
     assert "tokens per document, train" in capsys.readouterr().out
     assert run("sample", *choices, "--split", "train", "--count", "1", "--tokens", "11") == 0
     assert "Document 0." in capsys.readouterr().out
+
+
+def test_documents_of_a_stranger_do_not_reach_the_terminal_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "book.txt").write_text("clear\x1b[2J the screen \u202e " * 100)
+    choices = ["data=text", f"data.path={tmp_path / 'book.txt'}", "tokenizer=char", f"cache_dir={tmp_path / 'cache'}"]
+    assert run("sample", *choices) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and "\u202e" not in shown and "clear\\x1b[2J" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["info", "data=wikitex2"], r"data=wikitex2 does not exist. Did you mean wikitext2"),
+        (["info", "tokenizer=bytes"], r"tokenizer=bytes does not exist. Did you mean byte\?.*Choices: bpe, byte"),
+        (["info", "data=text", "data.pth=x"], r"data.pth.*key=value.*--cfg job"),
+        (["info", "book.txt"], r"book.txt.*key=value"),
+        (["sample", "--count", "0"], r"--count 0 must be at least 1"),
+        (["sample", "--tokens", "-3"], r"--tokens -3 must be at least 1"),
+        (["prepare", "data=text", "data.path=/nowhere.txt"], r"data.path=/nowhere.txt does not exist"),
+        (["prepare", "data=text", "data.eval_tokens=-1"], r"data.eval_tokens=-1 must be a whole number"),
+    ],
+)
+def test_what_was_mistyped_is_named(arguments: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message) as refused:
+        run(*arguments)
+    assert "\n" not in str(refused.value)
 
 
 def test_verify_finds_damage_and_repairs_it(choices: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,7 +38,7 @@ def test_every_shipped_tokenizer_has_valid_settings(name: str) -> None:
 
 
 def test_a_mistyped_corpus_lists_the_right_ones() -> None:
-    with pytest.raises(UserError, match=r"wiki2.*Corpora: c4, enwik8"):
+    with pytest.raises(UserError, match=r"data=wiki2 does not exist\. Did you mean wikitext2.*Choices: c4, enwik8"):
         compose(["data=wiki2"])
 
 

@@ -1,4 +1,4 @@
-"""Text that a model wrote, safe to print: a terminal obeys control characters, so they are shown instead."""
+"""Text from a model or a stranger, safe to print: a terminal obeys control characters, so they are shown instead."""
 
 from __future__ import annotations
 
