@@ -43,7 +43,7 @@ def prose(file: Path) -> str:
 
 
 def cited(file: Path) -> Iterator[str]:
-    text = prose(file)
+    text = re.sub(r"^`[^`]+` \(new\):$", "", prose(file), flags=re.MULTILINE)  # files that an example makes
     yield from PATH.findall(text)
     if file.suffix == ".md":
         yield from (link for link in LINK.findall(text) if "://" not in link)

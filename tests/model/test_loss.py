@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from polarlm.model.loss import chunked_cross_entropy
+from polarlm.model.loss import chunked_cross_entropy, chunked_tally
 
 
 def _inputs(tokens: int = 37, d: int = 16, vocab: int = 61, dtype=torch.float64):
@@ -81,3 +81,12 @@ def test_no_tensor_of_all_logits_is_ever_made():
         chunked_cross_entropy(hidden, weight, targets, chunk=chunk).backward()
         chunked_cross_entropy(hidden, weight, targets, "none", chunk).sum().backward()
     assert largest <= chunk * vocab
+
+
+def test_hits_are_targets_that_beat_every_other_token_and_count():
+    weight = torch.eye(4, dtype=torch.float64)
+    hidden = torch.tensor([[9.0, 0, 0, 0], [9.0, 0, 0, 0], [0, 9.0, 0, 0], [5.0, 5.0, 0, 0]], dtype=torch.float64)
+    targets = torch.tensor([0, -100, 2, 1])  # right, not counted, wrong, a tie
+    total, hits = chunked_tally(hidden, weight, targets)
+    assert hits == 1
+    torch.testing.assert_close(total, chunked_cross_entropy(hidden, weight, targets, "sum"))

@@ -26,6 +26,13 @@ def test_a_loss_inside_the_curve_is_interpolated_and_one_below_it_extrapolated_u
     assert cost_at(reference, "metres", at_half) is None
 
 
+def test_a_curve_that_rose_again_has_nevertheless_been_there():
+    steps = np.arange(1.0, 9.0)
+    rose = Curve({"tokens": steps}, np.array([3.0, 2.5, 2.0, 1.5, 1.6, 1.7, 1.8, 1.9]))
+    assert cost_at(rose, "tokens", 1.5) == pytest.approx(4.0)
+    assert cost_at(rose, "tokens", 1.75) == pytest.approx(math.sqrt(3 * 4))
+
+
 def test_the_gain_of_a_slow_but_better_block_is_weakest_in_seconds():
     ours = {s: curve(offset=-0.04, slow=1.5, noise=0.002, seed=s) for s in range(4)}
     theirs = {s: curve(noise=0.002, seed=10 + s) for s in range(4)}

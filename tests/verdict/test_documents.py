@@ -36,6 +36,14 @@ def test_seeds_and_documents_are_two_levels(seed_spread, document_spread):
     assert 0.92 <= np.mean(covered) <= 0.995
 
 
+def test_where_only_seeds_differ_the_error_is_that_of_the_seeds():
+    sizes = np.array([100.0, 300.0, 50.0, 250.0])
+    per_byte = np.array([-0.02, 0.01, 0.04])
+    evidence = compare_seeds_and_documents(per_byte[:, None] * sizes, np.zeros((3, 4)), sizes)
+    assert evidence.mean == pytest.approx(0.01)
+    assert evidence.error == pytest.approx(per_byte.std(ddof=1) / np.sqrt(3))
+
+
 def test_losses_of_other_documents_are_refused():
     with pytest.raises(UserError, match="do not belong together"):
         compare_documents(np.ones(3), np.ones(4), np.ones(3))

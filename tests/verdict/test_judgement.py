@@ -311,9 +311,10 @@ def test_seeds_added_after_a_look_are_noticed_and_planned_ones_are_not(tmp_path)
     assert not (tmp_path / ".looks.json").exists()
     assert "seeds were added" not in judged(3).sentence.lower()
     assert judged(3).comparison.looks == ()  # the same seeds again are no new look
+    assert judged(4).comparison.looks == (3,)
     later = judged(5)
-    assert later.comparison.looks == (3,)
-    assert "Seeds were added after looking at 3 of them" in later.sentence
+    assert later.comparison.looks == (3, 4)
+    assert "Seeds were added after looking at 3" in later.sentence
     assert len(find_run_folders([tmp_path])) == 10  # the note is no run
 
 

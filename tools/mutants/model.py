@@ -49,7 +49,7 @@ MUTANTS = [
     ),
     *mutants(
         f"{M}loss.py",
-        "tests/evaluation/test_tally.py",
+        "tests/model/test_loss.py tests/evaluation/test_tally.py",
         ("hits += ((picked > others) & (y != IGNORED)).sum()", "hits += ((picked >= others) & (y != IGNORED)).sum()", "a tie counts as a hit"),
         ("hits += ((picked > others) & (y != IGNORED)).sum()", "hits += (picked > others).sum()", "ignored targets count as hits"),
     ),
