@@ -56,6 +56,15 @@ def test_a_model_without_an_opinion_is_never_right(corpus_of, model_of):
     assert measure(counted)["loss"] == pytest.approx(math.log(corpus.tokenizer.vocab_size))
 
 
+def test_a_model_in_training_is_counted_without_dropout_and_goes_on_training(corpus_of, model_of):
+    corpus = corpus_of("byte", documents=20)
+    store = corpus.store("val")
+    model = model_of(corpus.tokenizer.vocab_size, dropout=0.5)
+    still = tally_batches(model, EvalBatches(store, 16, 3), text_size(store, corpus.tokenizer))
+    counted = tally_batches(model.train(), EvalBatches(store, 16, 3), text_size(store, corpus.tokenizer))
+    assert counted == still and model.training
+
+
 @pytest.mark.parametrize("kind", ["byte", "char", "bpe"])
 def test_the_size_of_a_text_is_that_of_the_text(corpus_of, kind):
     corpus = corpus_of(kind)

@@ -63,7 +63,6 @@ MUTANTS = [
         f"{T}store/test_store.py",
         ("starts = self.document_starts(begin + 1, begin + length)", "starts = self.document_starts(begin, begin + length)", "a window at a document's start counts it twice"),
         ("first = bisect_right(self._offsets, begin) - 1\n        if end", "first = 0\n        if end", "windows are read from the first shard"),
-        ("return part if exact else part * self.bytes", "return part * self.bytes", "bytes of part of a split are scaled twice"),
     ),
     *mutants(
         f"{D}store/leakage.py",

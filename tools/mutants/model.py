@@ -80,8 +80,8 @@ MUTANTS = [
     ),
     *mutants(
         "polarlm/evaluation/generate.py",
-        "tests/evaluation",
-        ("logits = logits.float() / temperature", "logits = logits.float() * temperature", "temperature works the wrong way round"),
-        ("order[before >= top_p]", "order[before > 2 * top_p]", "top-p keeps too much"),
+        "tests/evaluation/test_generate.py",
+        ("logits = logits / (sampling.temperature or 1.0)", "logits = logits * (sampling.temperature or 1.0)", "temperature works the wrong way round"),
+        ("order[mass_before >= sampling.top_p]", "order[mass_before > 2 * sampling.top_p]", "top-p keeps too much"),
     ),
 ]
