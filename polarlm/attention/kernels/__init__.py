@@ -19,6 +19,7 @@ from .call import KERNELS, RADIAL_CORRELATIONS, AttentionOutput, RobustCall, Wei
 from .native_backend import native_attention, native_obstacle
 from .noise import DirectionalNoise, RadialNoise
 from .reference import reference_attention
+from .selfcheck import check
 from .streaming import streaming_attention, streaming_obstacle
 from .triton_backend import triton_attention, triton_obstacle
 
@@ -72,10 +73,24 @@ def fastest(call: RobustCall) -> str:
     kernels = "triton" if call.q.is_cuda else "native"
     obstacle = BACKENDS[kernels].obstacle(call)
     if obstacle is None:
-        return kernels
+        return kernels if distrust(kernels, call.q.device.type) is None else "streaming"
     if kernels == "native" and call.q.device.type == "cpu":
         _warn_once(f"Attention runs in plain torch, several times slower: {obstacle}.")
     return "streaming"
+
+
+@torch.compiler.assume_constant_result
+def distrust(backend: str, device: str) -> str | None:
+    """Why a backend's numbers are not to be used on this kind of device, or None: compared once per process."""
+    return _compared(backend, device)
+
+
+@functools.cache
+def _compared(backend: str, device: str) -> str | None:
+    reason = check(BACKENDS[backend].run, reference_attention, device).reason
+    if reason is not None:
+        _warn_once(f"block.backend={backend} failed its check on this machine and is not used: {reason}.")
+    return reason
 
 
 @functools.cache

@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from cases import assert_same, make_case, run
 
 from polarlm.attention import kernels
-from polarlm.attention.kernels import KERNELS, RADIAL_CORRELATIONS, build, native_backend, native_rows, robust_attention
+from polarlm.attention.kernels import (
+    KERNELS,
+    RADIAL_CORRELATIONS,
+    build,
+    native_backend,
+    native_rows,
+    robust_attention,
+    selfcheck,
+)
 from polarlm.errors import UserError
 
 SWITCHES = [(False, False), (True, True), (True, False), (False, True)]
@@ -297,3 +305,32 @@ def test_python_and_native_agree_on_the_call():
     assert library.polarlm_rows_size() == native_backend.ctypes.sizeof(native_rows._Rows)
     assert library.polarlm_call_size() == native_backend.ctypes.sizeof(native_backend._Call)
     assert native_backend.VECTOR_BYTES % library.polarlm_vector_bytes() == 0
+
+
+def test_the_self_check_is_quick_passes_and_draws_nothing():
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        found = selfcheck.check(kernels.BACKENDS["native"].run, kernels.reference_attention, "cpu")
+    assert found.reason is None and found.error < 1e-4 and found.seconds < 2
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("fault", ["wrong number", "not a number", "crash"])
+def test_auto_leaves_a_backend_that_fails_its_check(monkeypatch, fault):
+    native = kernels.BACKENDS["native"]
+
+    def broken(call):
+        out = native.run(call)
+        if fault == "crash":
+            raise RuntimeError("illegal instruction")
+        factor = 1.01 if fault == "wrong number" else float("nan")
+        return replace(out, log_evidence=out.log_evidence * factor)
+
+    monkeypatch.setitem(kernels.BACKENDS, "native", native._replace(run=broken))
+    for remembered in (kernels._compared, kernels._warn_once):
+        remembered.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="block.backend=native failed its check"):
+            assert kernels.fastest(make_case(dtype=torch.float32).call(kernel="student")) == "streaming"
+    finally:
+        kernels._compared.cache_clear()

@@ -1,0 +1,81 @@
+"""Whether a backend gives the reference's numbers on this machine: outputs and gradients of one small call, once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from .call import AttentionOutput, RobustCall
+from .noise import DirectionalNoise, RadialNoise
+
+TOLERANCE = 1e-3  # of the largest entry of each tensor; fp32 leaves about 1e-5, a wrong kernel 1e-1
+LENGTH, SIZE = 70, 32  # more than one block, and the last one not full
+
+
+@dataclass(frozen=True)
+class Check:
+    """The verdict on one backend: `reason` is None where it can be trusted."""
+
+    error: float | None  # largest relative difference from the reference
+    seconds: float
+    reason: str | None
+
+
+def check(
+    run: Callable[[RobustCall], AttentionOutput],
+    reference: Callable[[RobustCall], AttentionOutput],
+    device: torch.device | str,
+) -> Check:
+    """Compare a backend with the reference; draws from a generator of its own and runs outside any autograd mode."""
+    began = time.perf_counter()
+    with torch.inference_mode(False), torch.enable_grad():
+        try:
+            expected, found = (_numbers(function, device) for function in (reference, run))
+            error = max(_difference(a, b) for a, b in zip(expected, found))
+        except Exception as problem:  # a compiler's, a driver's or a launcher's: they have no common base class
+            return Check(None, time.perf_counter() - began, f"{type(problem).__name__}: {str(problem)[:200]}")
+    wrong = None if error <= TOLERANCE else f"it differs from the reference by {error:.2g} of the largest number"
+    return Check(error, time.perf_counter() - began, wrong)
+
+
+def small_call(device: torch.device | str) -> RobustCall:
+    """A call with every learned quantity, as blocks make them: two heads on one key head, with a magnitude."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device).requires_grad_()
+
+    def uniform(low: float, high: float, *shape: int) -> Tensor:
+        drawn = low + (high - low) * torch.rand(shape, generator=generator)
+        return drawn.to(device).requires_grad_()
+
+    mu, eta_k2, eta_q2, sigma02, m_inf2 = (uniform(0.05, 0.3, 2) for _ in range(5))
+    noise = DirectionalNoise(mu, eta_k2, eta_q2, sigma02, m_inf2, nu=uniform(2.0, 5.0, 2))
+    radial = RadialNoise(uniform(0.0, 0.1), uniform(0.1, 0.5), uniform(0.1, 0.5), uniform(0.1, 0.5), uniform(2.0, 5.0))
+    q, k, v = draw(2, 2, LENGTH, SIZE), draw(2, 1, LENGTH, SIZE), draw(2, 1, LENGTH, SIZE)
+    m = uniform(0.5, 1.5, 2, LENGTH)
+    return RobustCall(q, k, v, noise, "student", magnitude=m, radial_mode="own", radial=radial)
+
+
+def _numbers(run: Callable[[RobustCall], AttentionOutput], device: torch.device | str) -> list[Tensor]:
+    call = small_call(device)
+    assert call.magnitude is not None and call.radial is not None
+    out = run(call)
+    assert out.m_bar is not None
+    outputs = [out.v_bar, out.log_evidence, out.m_bar]
+    leaves = [call.q, call.k, call.v, call.magnitude]
+    leaves += [
+        x for part in (call.noise, call.radial) for f in fields(part) if (x := getattr(part, f.name)) is not None
+    ]
+    upstream = [torch.cos(torch.arange(x.numel(), device=x.device)).view_as(x) for x in outputs]
+    return [x.detach() for x in outputs] + list(torch.autograd.grad(outputs, leaves, upstream))
+
+
+def _difference(expected: Tensor, found: Tensor) -> float:
+    if not bool(found.isfinite().all()):
+        return float("inf")
+    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
