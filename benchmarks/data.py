@@ -1,4 +1,4 @@
-"""What the data room costs, as ratios within one run: reading windows, tokenising, memory.
+"""What preparing and reading data costs, as ratios within one run: reading windows, tokenising, memory.
 
     python -m benchmarks.data windows     random windows of the store against a bare np.memmap loop
     python -m benchmarks.data tokenise    our path against a bare `tokenizers` encode_batch loop (MB/s)

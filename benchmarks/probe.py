@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from benchmarks.spine import composed
+from benchmarks.framework import composed
 from polarlm.diagnostics import run_probe
 from polarlm.locations import CONFIGS
 from polarlm.training.job import Job, build_job

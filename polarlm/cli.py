@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """All verbs; each room adds its own."""
+    """All verbs; each package adds its own."""
     from polarlm.data import commands as data
     from polarlm.launch import trial
     from polarlm.report import commands as report
@@ -47,8 +47,8 @@ def parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(title="verbs", metavar="verb", required=True)
     verbs.add_parser("train", help="train a run or a sweep, as python train.py does (polarlm train --help)")
     verbs.add_parser("eval", help="judge a run from its folder, as python eval.py does (polarlm eval --help)")
-    for room in (runs, report, trial, data, wandb_workspace):
-        room.add_parser(verbs)
+    for package in (runs, report, trial, data, wandb_workspace):
+        package.add_parser(verbs)
     return top
 
 

@@ -51,10 +51,10 @@ def compose(choices: list[str]) -> tuple[dict[str, Any], dict[str, Any], str]:
     from omegaconf import OmegaConf
 
     own = own_configs()
-    found = [f"hydra.searchpath=[{own.as_uri()}]"] if own else []
+    search = [f"hydra.searchpath=[{own.as_uri()}]"] if own else []
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            config: Any = OmegaConf.to_container(hydra_compose("train", [*choices, *found]), resolve=False)
+            config: Any = OmegaConf.to_container(hydra_compose("train", [*choices, *search]), resolve=False)
     except MissingConfigException as error:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
         options = corpora() if group == "data" else list(error.options or ())

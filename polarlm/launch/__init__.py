@@ -1,1 +1,1 @@
-"""Jobs: what train.py, eval.py and the sweeps run. The only room that may use every other one."""
+"""Jobs: what train.py, eval.py and the sweeps run. The only package that may use every other one."""

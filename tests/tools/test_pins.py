@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import polarlm
 from tools import pins
 
 
@@ -60,3 +61,10 @@ def test_the_pins_resolve_from_the_public_index_for_the_oldest_python_and_cuda()
             pytest.skip(f"the index went away: {error.stderr[-300:]}")
         pytest.fail(error.stderr)
     assert "triton==" in solution and "torch==" in solution
+
+
+def test_versions_that_other_files_name_are_the_same():
+    root = pins.ROOT
+    (ruff,) = [pins.version(pin) for pin in pins.pins()["ruff"]]
+    assert f"rev: v{ruff}" in (root / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+    assert f"\nversion: {polarlm.__version__}\n" in (root / "CITATION.cff").read_text(encoding="utf-8")

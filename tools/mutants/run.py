@@ -98,7 +98,7 @@ def run_all(waiting: Sequence[Mutant], tree: Path, jobs: int) -> Iterator[dict[s
             stop(process)
             del running[process]
             result = {
-                "fingerprint": mutant.fingerprint(ROOT), "name": mutant.name, "file": mutant.file, "bug": mutant.bug,
+                "fingerprint": mutant.fingerprint(tree), "name": mutant.name, "file": mutant.file, "bug": mutant.bug,
                 "outcome": outcome, "seconds": round(seconds, 1), "by": killer(copy / "log.txt"),
             }  # fmt: skip
             with open(RESULTS / "results.jsonl", "a", encoding="utf-8") as file:
@@ -111,7 +111,7 @@ def run_all(waiting: Sequence[Mutant], tree: Path, jobs: int) -> Iterator[dict[s
 
 def start(mutant: Mutant, tree: Path, copy: Path) -> Any:
     """A process that runs the mutant's tests in a copy of its own."""
-    changed = mutant.applied(ROOT)
+    changed = mutant.applied(tree)
     shutil.copytree(tree, copy / "tree")
     (copy / "tree" / mutant.file).write_text(changed, encoding="utf-8")
     return launch(copy / "tree", mutant.tests, copy / "log.txt")

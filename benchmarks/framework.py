@@ -1,6 +1,6 @@
 """What the framework adds to a step: our Trainer path against a bare torch loop over the same model and batches.
 
-    python -m benchmarks.spine [--steps 60] [key=value …]
+    python -m benchmarks.framework [--steps 60] [key=value …]
 
 Both run in one process, alternating in rounds, so that the ratio does not see the machine's mood. Prints the step
 times, their ratio, and the share of a step spent waiting for data.
