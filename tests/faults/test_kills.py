@@ -1,0 +1,137 @@
+"""Killed at every named point and at random times, started again by the same command: the same bits in the end.
+
+The seed is printed; POLARLM_FAULT_SEED repeats one. POLARLM_KILLS=1000 is the nightly set.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults.killing import outcome, run
+from tests.training.tiny_jobs import composed
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
+KILLS = int(os.environ.get("POLARLM_KILLS", "110"))
+OPTIONS = (
+    "trainer.max_steps=6", "trainer.checkpoint_every=2", "trainer.val_every=3", "trainer.log_every=2",
+    "diagnostics=default", "diagnostics.every=3", "diagnostics.tokens=32", "model.dropout=0.1", "name=killed",
+    "trainer.keep_checkpoints=2", "sample.tokens=5",
+)  # fmt: skip
+
+
+class Workshop:
+    """Starts runs of one configuration, in folders of their own, from a process that has imported everything."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(
+            ["torch", "lightning.pytorch", "polarlm.training.loop", "polarlm.training.fit", "polarlm.training.module",
+             "polarlm.training.checkpointing", "polarlm.training.incidents", "polarlm.evaluation.generate"]
+        )  # fmt: skip
+        self.count = 0
+
+    def config(self, runs: str) -> dict:
+        return {**composed(self.place, *OPTIONS), "runs_dir": str(self.place / runs), "group": None}
+
+    def start(self, runs: str, kill_at: str | None = None, notes: Path | None = None):
+        log = str(self.place / f"{runs}.txt")
+        arguments = (self.config(runs), log, kill_at, None if notes is None else str(notes))
+        process = self.context.Process(target=run, args=arguments)
+        process.start()
+        return process
+
+    def folder(self, runs: str) -> Path:
+        return self.place / runs / "killed"
+
+    def told(self, runs: str) -> str:
+        return (self.place / f"{runs}.txt").read_text()[-4000:]
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    return Workshop(tmp_path_factory.mktemp("kills"))
+
+
+@pytest.fixture(scope="module")
+def reference(workshop):
+    """An undisturbed run: its outcome, its points, its duration."""
+    process = workshop.start("warm")  # the corpus is prepared, libraries are loaded
+    process.join()
+    began = time.monotonic()
+    process = workshop.start("reference", notes=workshop.place / "points.json")
+    process.join()
+    assert process.exitcode == 0, workshop.told("reference")
+    points = list(dict.fromkeys(json.loads((workshop.place / "points.json").read_text())))
+    return outcome(workshop.folder("reference")), points, time.monotonic() - began
+
+
+def finish_and_compare(workshop, runs: str, expected: dict, history: list[str]) -> None:
+    process = workshop.start(runs)
+    process.join()
+    assert process.exitcode == 0, f"{history}\n{workshop.told(runs)}"
+    found = outcome(workshop.folder(runs))
+    for what in expected:
+        assert found[what] == expected[what], (what, history)
+    assert [p.name for p in (workshop.place / runs).iterdir() if not p.name.startswith(".")] == ["killed"], history
+
+
+def test_killed_at_every_named_point(workshop, reference):
+    """One run after another is killed at point after point and goes on; every few kills it is compared."""
+    expected, points, _ = reference
+    assert len(points) > 40, points
+    seed = int(os.environ.get("POLARLM_FAULT_SEED", time.time_ns() % 10**6))
+    print(f"POLARLM_FAULT_SEED={seed}, {len(points)} points")
+    order = random.Random(seed).sample(points, len(points))
+    kills, number, history = 0, 0, [f"seed {seed}"]
+    for name in order:
+        process = workshop.start(f"points-{number}", kill_at=name)
+        process.join()
+        history.append(name)
+        if process.exitcode == -9:
+            kills += 1
+        else:  # a continued run does not pass this point (any more): it finished, the point gets a fresh run
+            assert process.exitcode == 0, f"{history}\n{workshop.told(f'points-{number}')}"
+            assert outcome(workshop.folder(f"points-{number}"))["weights"] == expected["weights"], history
+            number, history = number + 1, [f"seed {seed}", name]
+            process = workshop.start(f"points-{number}", kill_at=name)
+            process.join()
+            assert process.exitcode == -9, f"{name} is not reached\n{workshop.told(f'points-{number}')}"
+            kills += 1
+        if len(history) > 6:
+            finish_and_compare(workshop, f"points-{number}", expected, history)
+            number, history = number + 1, [f"seed {seed}"]
+    finish_and_compare(workshop, f"points-{number}", expected, history)
+    assert kills == len(points)
+
+
+def test_killed_at_random_times(workshop, reference):
+    expected, points, seconds = reference
+    seed = int(os.environ.get("POLARLM_FAULT_SEED", time.time_ns() % 10**6))
+    print(f"POLARLM_FAULT_SEED={seed}")
+    numbers, number, history = random.Random(seed), 0, [f"seed {seed}"]
+    kills, wanted = 0, max(10, KILLS - len(points))
+    while kills < wanted:
+        process = workshop.start(f"random-{number}")
+        process.join(numbers.uniform(0.0, seconds))
+        if process.is_alive():
+            process.kill()
+            process.join()
+            kills += 1
+            history.append("killed")
+        else:
+            assert process.exitcode == 0, f"{history}\n{workshop.told(f'random-{number}')}"
+            assert outcome(workshop.folder(f"random-{number}"))["weights"] == expected["weights"], history
+            number, history = number + 1, [f"seed {seed}"]
+            continue
+        if len(history) > 8:
+            finish_and_compare(workshop, f"random-{number}", expected, history)
+            number, history = number + 1, [f"seed {seed}"]
+    finish_and_compare(workshop, f"random-{number}", expected, history)
