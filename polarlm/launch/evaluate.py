@@ -54,11 +54,11 @@ def evaluate_run(cfg: DictConfig) -> float:
 
 def protocol_names(given: Any) -> list[str]:
     """The protocols asked for, checked."""
-    from polarlm.launch.protocols import PROTOCOLS
+    from polarlm.launch.protocols import PROTOCOLS, WITH_OWN_FILES
 
     names = _several(given)
     if names == ["all"]:
-        return list(PROTOCOLS)
+        return [name for name in PROTOCOLS if name not in WITH_OWN_FILES]
     for name in names:
         if name not in PROTOCOLS:
             near = did_you_mean(name, list(PROTOCOLS))
@@ -109,9 +109,9 @@ def judge(checkpoint: str, names: Sequence[str], options: dict[str, Any]) -> lis
             "split": split,
             "tokenizer": run.config["choices"]["tokenizer"],
             "context": question.context,
-            **answer.asked,
             "corpus": corpus.fingerprint,
             "weights": run.weights.name,
+            **answer.asked,
         }
         record = {"protocol": protocol, **answer.found}
         write_evaluation(run.folder, record, answer.arrays)
@@ -139,7 +139,7 @@ def lines_of(record: dict[str, Any]) -> list[str]:
         elif name not in ("protocol", "arrays"):
             lines += [f"    {line}" for line in table_of(value, name)]
     shown = {key: value for key, value in protocol.items() if key not in ("name", "split")}
-    shown["corpus"] = shown["corpus"][:12]
+    shown["corpus"] = shown["corpus"][:24]
     return [*lines, "    protocol: " + ", ".join(f"{key} {value}" for key, value in shown.items())]
 
 

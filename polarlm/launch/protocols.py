@@ -20,6 +20,10 @@ from polarlm.evaluation.by_position import loss_by_position
 from polarlm.evaluation.calibration import calibration
 from polarlm.evaluation.corruption import loss_by_corruption
 from polarlm.evaluation.documents import losses_of_documents
+from polarlm.evaluation.downstream import blimp as blimp_task
+from polarlm.evaluation.downstream import lambada as lambada_task
+from polarlm.evaluation.downstream.files import read_rows, task_file
+from polarlm.evaluation.downstream.rolling import roll_documents
 from polarlm.evaluation.length import loss_by_length
 from polarlm.evaluation.metrics import measure
 from polarlm.evaluation.scores import Scores, score_text
@@ -152,6 +156,28 @@ def documents(q: Question) -> Answer:
     return Answer(_plain(q), found, arrays)
 
 
+def rolling(q: Question) -> Answer:
+    """Every document by itself after an end of text, as lm-evaluation-harness reads WikiText's pages."""
+    counted = roll_documents(q.run.model, q.text, q.run.tokenizer)
+    return Answer({"stride": q.run.model.config.context, "tokens": counted.targets}, {"metrics": measure(counted)})
+
+
+def blimp(q: Question) -> Answer:
+    """Minimal pairs of grammar, from a local file."""
+    return _downstream(q, blimp_task.LOCAL, "blimp", blimp_task.blimp)
+
+
+def lambada(q: Question) -> Answer:
+    """The last words of passages, from a local file."""
+    return _downstream(q, lambada_task.LOCAL, "lambada", lambada_task.lambada)
+
+
+def _downstream(q: Question, file: str, name: str, task: Callable[..., dict[str, Any]]) -> Answer:
+    rows = read_rows(task_file(file), q.options["examples"])
+    asked = {"data": name, "split": "test", "stride": None, "tokens": None, "corpus": file, "examples": len(rows)}
+    return Answer(asked, {name: task(q.run.model, q.run.tokenizer, rows)})
+
+
 def _plain(q: Question) -> dict[str, Any]:
     return {"stride": q.context, "tokens": len(q.scores.nats) if "scores" in q.__dict__ else len(q.text.tokens) - 1}
 
@@ -167,7 +193,11 @@ PROTOCOLS: dict[str, Callable[[Question], Answer]] = {
     "calibration": calibrated,
     "confidence": confidence,
     "documents": documents,
+    "rolling": rolling,
+    "blimp": blimp,
+    "lambada": lambada,
 }
+WITH_OWN_FILES = ("blimp", "lambada")  # not part of protocol=all: they read files that not everybody has
 
 
 def corpus_for(run: RestoredRun, data: dict[str, Any] | None, cache_dir: str) -> Corpus:

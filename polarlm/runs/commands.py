@@ -1,4 +1,4 @@
-"""Verbs that use a trained run: `python -m polarlm generate | inspect | export | import`."""
+"""Verbs that use a trained run: `python -m polarlm generate | inspect | export | import | harness`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ RUN = "run folder, or a .ckpt or .safetensors file inside one"
 def add_parser(verbs: Any) -> None:
     """Add the verbs."""
     _add_generate(verbs)
+    _add_harness(verbs)
     p = verbs.add_parser(
         "inspect",
         help="what a run's model is made of, costs and has learned",
@@ -37,6 +38,38 @@ def add_parser(verbs: Any) -> None:
     p.add_argument("folder", type=Path, help="a folder written by `polarlm export`")
     p.add_argument("--out", type=Path, required=True, help="the run folder to make, e.g. runs/imported")
     p.set_defaults(run=import_folder)
+
+
+def _add_harness(verbs: Any) -> None:
+    p = verbs.add_parser(
+        "harness",
+        help="tasks of lm-evaluation-harness on a run",
+        description="Tasks of lm-evaluation-harness; blimp and lambada are read from local files.",
+    )
+    p.add_argument("folder", metavar="run", help=RUN)
+    p.add_argument("--tasks", default="blimp,lambada", help="names, with commas (default blimp,lambada)")
+    p.add_argument("--limit", type=int, help="only so many examples of each")
+    p.add_argument("--include", type=Path, help="a folder with task yamls of your own")
+    p.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    p.set_defaults(run=harness)
+
+
+def harness(options: argparse.Namespace) -> int:
+    """Run the tasks; print their numbers and keep them in the run folder."""
+    from importlib.metadata import version
+
+    from polarlm.evaluation.downstream.harness import run_tasks
+    from polarlm.runs.evaluations import write_evaluation
+    from polarlm.runs.restore import restore_run
+
+    run = restore_run(options.folder, options.device)
+    found = run_tasks(run.model, run.tokenizer, options.tasks.split(","), limit=options.limit, include=options.include)
+    for task, numbers in found.items():
+        protocol = {"name": "harness", "data": task, "split": "test", "limit": options.limit}
+        protocol |= {"lm_eval": version("lm_eval"), "weights": run.weights.name}
+        write_evaluation(run.folder, {"protocol": protocol, "numbers": numbers})
+        print(f"{task}: " + ", ".join(f"{name} {value:.4g}" for name, value in numbers.items()))
+    return 0
 
 
 def _add_generate(verbs: Any) -> None:

@@ -1,0 +1,30 @@
+"""The tasks' own files: local copies, never the network."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from pathlib import Path
+from typing import Any
+
+from polarlm.data.read.locate import local_copy
+from polarlm.errors import UserError
+
+
+def task_file(name: str) -> Path:
+    """The local copy of a task's file in data/raw or $POLARLM_SHARED_DATA."""
+    found = local_copy(name)
+    if found is None:
+        raise UserError(
+            f"{name} is neither in data/raw nor in the folder named by POLARLM_SHARED_DATA; put a copy there"
+        )
+    return found
+
+
+def read_rows(path: Path, limit: int | None = None) -> list[dict[str, Any]]:
+    """The objects of a .jsonl file (also .xz), at most `limit` of them, spread evenly over the file."""
+    raw = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
+    lines = [line for line in raw.decode().split("\n") if line.strip()]
+    if limit is not None and limit < len(lines):
+        lines = [lines[number * len(lines) // limit] for number in range(limit)]
+    return [json.loads(line) for line in lines]
