@@ -15,6 +15,12 @@ from omegaconf import DictConfig, OmegaConf
 from polarlm.errors import UserError, did_you_mean
 from polarlm.evaluation.metrics import METRICS, formatted
 
+# What PROTOCOLS of launch/protocols.py answers; here so that a wrong name is told before anything heavy is imported.
+PROTOCOL_NAMES = (
+    "windows", "sliding", "position", "frequency", "length", "corruption", "shuffled", "calibration", "confidence",
+    "documents", "rolling", "blimp", "lambada",
+)  # fmt: skip
+WITH_OWN_FILES = ("blimp", "lambada")  # not part of protocol=all: they read files that not everybody has
 LISTS = ("checkpoint", "protocol", "lengths", "rates", "corruptions")  # keys that take several values: a,b,c
 
 
@@ -54,15 +60,13 @@ def evaluate_run(cfg: DictConfig) -> float:
 
 def protocol_names(given: Any) -> list[str]:
     """The protocols asked for, checked."""
-    from polarlm.launch.protocols import PROTOCOLS, WITH_OWN_FILES
-
     names = _several(given)
     if names == ["all"]:
-        return [name for name in PROTOCOLS if name not in WITH_OWN_FILES]
+        return [name for name in PROTOCOL_NAMES if name not in WITH_OWN_FILES]
     for name in names:
-        if name not in PROTOCOLS:
-            near = did_you_mean(name, list(PROTOCOLS))
-            raise UserError(f"protocol={name} does not exist. {near}Choices: {', '.join(PROTOCOLS)}, all")
+        if name not in PROTOCOL_NAMES:
+            near = did_you_mean(name, PROTOCOL_NAMES)
+            raise UserError(f"protocol={name} does not exist. {near}Choices: {', '.join(PROTOCOL_NAMES)}, all")
     return names
 
 

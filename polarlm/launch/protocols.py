@@ -197,7 +197,6 @@ PROTOCOLS: dict[str, Callable[[Question], Answer]] = {
     "blimp": blimp,
     "lambada": lambada,
 }
-WITH_OWN_FILES = ("blimp", "lambada")  # not part of protocol=all: they read files that not everybody has
 
 
 def corpus_for(run: RestoredRun, data: dict[str, Any] | None, cache_dir: str) -> Corpus:

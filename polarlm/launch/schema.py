@@ -125,6 +125,7 @@ class EvalSettings:
     lengths: list[float | str] = setting(above=0)
     corruptions: list[str] = setting()
     rates: list[float | str] = setting(at_least=0, at_most=1)
+    examples: int | None = setting(at_least=1)
     seed: int = setting(at_least=0, below=2**63)
     device: str = setting(choices=("auto", "cpu", "cuda"))
     cache_dir: str = setting(pattern=r"[^\x00]+", like="a folder")

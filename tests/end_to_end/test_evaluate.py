@@ -16,6 +16,13 @@ def test_several_values_are_a_list_and_a_sweep_stays_a_sweep():
     assert as_lists(["-m", "checkpoint=a,b"]) == ["-m", "checkpoint=a,b"]
 
 
+def test_every_name_has_its_protocol():
+    from polarlm.launch.evaluate import PROTOCOL_NAMES
+    from polarlm.launch.protocols import PROTOCOLS
+
+    assert tuple(PROTOCOLS) == PROTOCOL_NAMES
+
+
 def test_a_folder_of_runs_stands_for_its_finished_runs(tmp_path):
     for name in ("a", "b", "unfinished"):
         (tmp_path / name / "checkpoints").mkdir(parents=True)

@@ -65,7 +65,7 @@ def harness_model(model: GPT, tokenizer: Tokenizer) -> Any:
 
         def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
             found = likelihoods(model, [encode_pair(tokenizer, *request.args) for request in requests])
-            return [tuple(one) for one in found]
+            return [(one.nats, one.greedy) for one in found]
 
         def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
             windows, owner = [], []
