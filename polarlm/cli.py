@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """All verbs; each package adds its own."""
     from polarlm.data import commands as data
-    from polarlm.launch import trial
+    from polarlm.launch import doctor, sweep, trial
     from polarlm.report import commands as report
     from polarlm.runs import commands as runs
     from polarlm.training.loggers import wandb_workspace
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(title="verbs", metavar="verb", required=True)
     verbs.add_parser("train", help="train a run or a sweep, as python train.py does (polarlm train --help)")
     verbs.add_parser("eval", help="judge a run from its folder, as python eval.py does (polarlm eval --help)")
-    for package in (runs, report, trial, data, wandb_workspace):
+    for package in (sweep, runs, report, trial, data, doctor, wandb_workspace):
         package.add_parser(verbs)
     return top
 

@@ -12,7 +12,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from polarlm.errors import UserError, did_you_mean
-from polarlm.launch.sweep import print_sweep_summary
+from polarlm.launch.processes import watch_parent
+from polarlm.launch.sweep import failed_jobs, print_plan, print_sweep_summary
 
 Task = Callable[[DictConfig], float]
 
@@ -48,16 +49,18 @@ def run(task: Task, config_name: str, arguments: Sequence[str] | None = None) ->
     _debug = "--debug" in arguments or os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
     # Hydra prints its own shortened tracebacks unless told to let errors through; presenting them is our job.
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    watch_parent()
     try:
         flags, overrides = split_arguments([a for a in arguments if a != "--debug"])
         others = [a for a in arguments if a not in (*overrides, "--debug")]
         if not flags & {"help", "hydra_help", "shell_completion"}:
-            overrides = check(config_name, overrides, multirun="multirun" in flags)
+            show_only = bool(flags & {"cfg", "info"})
+            overrides = check(config_name, overrides, multirun="multirun" in flags, show_only=show_only)
         sys.argv = [typed[0], *others, *overrides]
         start(_job(task, typed), config_name)
     except (Exception, KeyboardInterrupt) as error:
         print_sweep_summary()
-        fail(error)
+        fail(failed_jobs() or error if isinstance(error, Exception) else error)
     finally:
         sys.argv = typed
     print_sweep_summary()
@@ -66,11 +69,14 @@ def run(task: Task, config_name: str, arguments: Sequence[str] | None = None) ->
 _debug = False
 
 
-def check(config_name: str, overrides: list[str], *, multirun: bool) -> list[str]:
+def check(config_name: str, overrides: list[str], *, multirun: bool, show_only: bool = False) -> list[str]:
     """Refuse a wrong choice or key before anything is imported or written; returns the overrides for Hydra."""
     from polarlm.launch.overrides import config_loader, plan_jobs
 
-    return plan_jobs(config_loader(), config_name, overrides, multirun=multirun).overrides
+    plan = plan_jobs(config_loader(), config_name, overrides, multirun=multirun)
+    if plan.multirun and not show_only:
+        print_plan(plan, config_name)
+    return plan.overrides
 
 
 def start(task: Task, config_name: str) -> None:

@@ -1,18 +1,23 @@
-"""Sweeps: what a person reads when a multirun ends."""
+"""Sweeps for people: the plan at the beginning, one line per job at the end, `polarlm sweep status` in between."""
 
 from __future__ import annotations
 
+import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 
+from polarlm.errors import UserError, did_you_mean
+
 _jobs: list[tuple[str, str, str]] = []  # (status, overrides, result) of this process's sweep
+_varied: list[str] = []
 
 
 class SweepReport(Callback):
-    """Notes how each job of a sweep ended. (Jobs that a launcher runs in other processes tell in their own logs.)"""
+    """Notes how each job of a sweep ended when it runs in this process; other launchers note their jobs themselves."""
 
     def __init__(self) -> None:
         self.sweeping = False
@@ -21,14 +26,59 @@ class SweepReport(Callback):
         self.sweeping = True
 
     def on_job_end(self, config: Any, job_return: JobReturn, **kwargs: Any) -> None:
-        if not self.sweeping:
-            return
-        overrides = " ".join(job_return.overrides or [])
-        if job_return.status == JobStatus.COMPLETED:
-            _jobs.append(("finished", overrides, f"val loss {job_return.return_value:.4f}"))
-        else:
-            error = job_return._return_value
-            _jobs.append(("failed", overrides, " ".join(str(error).split())[:200] or type(error).__name__))
+        if self.sweeping:
+            from polarlm.runs.sweeps import key_of
+
+            overrides = list(job_return.overrides or [])
+            note_job(job_return, " ".join(text for text in overrides if not _varied or key_of(text) in _varied))
+
+
+def note_job(result: JobReturn, name: str) -> None:
+    """Remember how a job ended, under the settings that tell it from the others."""
+    if result.status == JobStatus.COMPLETED:
+        _jobs.append(("finished", name, f"val loss {result.return_value:.4f}"))
+    else:
+        error = result._return_value
+        _jobs.append(("failed", name, " ".join(str(error).split())[:200] or type(error).__name__))
+
+
+def print_plan(plan: Any, config_name: str) -> None:
+    """Say what a sweep is going to do, and keep it for `polarlm sweep status`."""
+    from polarlm.runs.identity import identity_of
+    from polarlm.runs.sweeps import known_runs, sweep_group, write_plan
+
+    good = [job for job in plan.jobs if job.config is not None]
+    _varied[:] = plan.varied
+    if config_name != "train" or not good:
+        return
+    first = good[0].config
+    group = str(first["group"] or sweep_group(first, good[0].overrides, set(plan.varied)))
+    known = known_runs(first["runs_dir"])
+    done = [known.get(identity_of(job.config), (None, {}))[1].get("status") for job in good]
+    rows = [{"overrides": job.overrides, "identity": identity_of(job.config)} for job in good]
+    write_plan(first["runs_dir"], group, plan.varied, rows)
+    counts = [
+        f"{key.rpartition('.')[2]} ({len({o for j in plan.jobs for o in j.overrides if o.startswith(key + '=')})})"
+        for key in plan.varied
+    ]
+    finished, begun = done.count("finished"), sum(status not in (None, "finished") for status in done)
+    print(f"Sweep {group}: {len(plan.jobs)} jobs, varying {', '.join(counts) or 'nothing'}", file=sys.stderr)
+    print(
+        f"  {finished} already finished, {begun} to continue, {len(good) - finished - begun} new"
+        f"; look with: polarlm sweep status {group} --runs {first['runs_dir']}",
+        file=sys.stderr,
+    )
+    for job in plan.jobs:
+        if job.error is not None:
+            print(f"  will fail: {job.error}", file=sys.stderr)
+
+
+def failed_jobs() -> UserError | None:
+    """What to say about a sweep of which jobs failed; their own messages are in its summary."""
+    failed = sum(status == "failed" for status, _, _ in _jobs)
+    return (
+        UserError(f"{failed} of {len(_jobs)} jobs failed; the same command runs only those again") if failed else None
+    )
 
 
 def print_sweep_summary() -> None:
@@ -40,3 +90,37 @@ def print_sweep_summary() -> None:
     print(f"\nSweep: {len(_jobs) - failed} finished, {failed} failed", file=sys.stderr)
     for status, overrides, text in _jobs:
         print(f"  {status:8}  {overrides:{width}}  {text}", file=sys.stderr)
+
+
+def add_parser(verbs: Any) -> None:
+    """Add `polarlm sweep status`."""
+    sweep = verbs.add_parser("sweep", help="how a sweep is doing: sweep status GROUP")
+    actions = sweep.add_subparsers(title="actions", metavar="action", required=True)
+    status = actions.add_parser("status", help="jobs done, running, failed and waiting", description="A sweep's jobs.")
+    status.add_argument("group", help="the sweep's name (its plan names it; a named sweep has its own)")
+    status.add_argument("--runs", default="runs", help="the folder the runs are in (runs)")
+    status.set_defaults(run=show_status)
+
+
+def show_status(options: argparse.Namespace) -> int:
+    """Print every planned job with its state; exit code 1 while something is missing."""
+    from polarlm.runs.sweeps import key_of, known_runs, read_plan
+
+    plan = read_plan(options.runs, options.group)
+    if plan is None:
+        names = sorted(p.parent.name for p in Path(options.runs).glob(".sweeps/*/plan.json"))
+        near = did_you_mean(options.group, names)
+        raise UserError(f"No sweep '{options.group}' in {options.runs}. {near}Sweeps: {', '.join(names) or 'none'}")
+    known = known_runs(options.runs)
+    rows = []
+    for job in plan["jobs"]:
+        folder, summary = known.get(job["identity"], (None, {}))
+        name = " ".join(text for text in job["overrides"] if key_of(text) in plan["varied"])
+        loss = summary.get("val/loss")
+        result = f"val loss {loss:.4f}" if loss is not None else str(summary.get("error", ""))[:80]
+        rows.append((summary.get("status", "waiting"), name, result, folder.name if folder else ""))
+    width, states = max(len(name) for _, name, _, _ in rows), [row[0] for row in rows]
+    print(f"{plan['group']}: " + ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)))
+    for state, name, result, folder in rows:
+        print(f"  {state:11}  {name:{width}}  {result:18}  {folder}".rstrip())
+    return 0 if set(states) == {"finished"} else 1

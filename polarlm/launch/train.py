@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 
 from polarlm.errors import UserError
 from polarlm.launch.check import check_train
-from polarlm.launch.table import final_table
+from polarlm.launch.processes import start_job, stop_job
 from polarlm.locations import CONFIGS
 from polarlm.runs.files import read_json
-from polarlm.training.loggers.sinks import command_overrides, sweep_group
-from polarlm.training.loop import RESULT_VARIABLE, train_run
+from polarlm.runs.sweeps import RESULT_VARIABLE, SWEPT_VARIABLE, command_overrides, find_finished, sweep_group
 
 
 def train(cfg: DictConfig) -> float:
@@ -28,14 +25,32 @@ def train(cfg: DictConfig) -> float:
 
     config = resolve(cfg)
     hydra = HydraConfig.get()
+    in_sweep = hydra.mode == RunMode.MULTIRUN or SWEPT_VARIABLE in os.environ
+    if in_sweep and config["resume"] == "auto" and (finished := find_finished(config)) is not None:
+        return already_finished(finished)
     if hydra.mode == RunMode.MULTIRUN:
         if config["trainer"]["devices"] != 1 or config["trainer"]["nodes"] != 1:
             return train_in_own_process(list(hydra.overrides.task))
         try:
             return train_and_tell(config)
         finally:
-            torch._dynamo.reset()  # compiled code of one job must not reach the next
+            forget_compiled_code()  # compiled code of one job must not reach the next
     return train_and_tell(config)
+
+
+def forget_compiled_code() -> None:
+    """Empty the compiler's memory."""
+    import torch
+
+    torch._dynamo.reset()
+
+
+def already_finished(folder: Path) -> float:
+    """A sweep started again trains nothing twice: the job's result is the finished run's."""
+    print(f"Already finished: {folder}", file=sys.stderr, flush=True)
+    if RESULT_VARIABLE in os.environ:
+        Path(os.environ[RESULT_VARIABLE]).write_text(str(folder.resolve()), encoding="utf-8")
+    return float(read_json(folder / "summary.json")["val/loss"])
 
 
 def resolve(cfg: DictConfig) -> dict[str, Any]:
@@ -75,7 +90,9 @@ def named_sizes(choice: str) -> dict[str, Any]:
 
 def train_and_tell(config: dict[str, Any]) -> float:
     """Train in this process and print the final table (rank 0); returns the validation loss."""
+    from polarlm.launch.table import final_table
     from polarlm.report.figure import write_summary_png
+    from polarlm.training.loop import train_run
 
     result = train_run(config, pictures=write_summary_png)
     if result is None:
@@ -84,24 +101,19 @@ def train_and_tell(config: dict[str, Any]) -> float:
     return float(result.summary["val/loss"])
 
 
-def verb_command() -> list[str]:
-    """The file and verb that started this process: train.py, or the installed command and its `train`."""
-    return [sys.argv[0]] if Path(sys.argv[0]).name == "train.py" else [sys.argv[0], "train"]
-
-
 def train_in_own_process(overrides: list[str]) -> float:
     """A sweep's job with several processes: started on its own, so that its ranks do not start the sweep again."""
     from hydra.core.hydra_config import HydraConfig
 
-    job = HydraConfig.get().job
     with tempfile.TemporaryDirectory() as place:
         told = Path(place) / "folder"
-        done = subprocess.run(
-            [sys.executable, *verb_command(), *overrides, f"hydra.job.name={job.name}"],
-            check=False,
-            env={**os.environ, RESULT_VARIABLE: str(told)},
-        )
-        if done.returncode:
-            raise RuntimeError(f"the job ended with exit code {done.returncode}; its own output above says why")
+        environment = {RESULT_VARIABLE: str(told), SWEPT_VARIABLE: " ".join(sorted(command_overrides()[1]))}
+        process = start_job([*overrides, f"hydra.job.name={HydraConfig.get().job.name}"], environment)
+        try:
+            code = process.wait()
+        finally:
+            stop_job(process)
+        if code:
+            raise UserError(f"the job ended with exit code {code}; its own output above says why")
         folder = Path(told.read_text(encoding="utf-8"))
     return float(read_json(folder / "summary.json")["val/loss"])

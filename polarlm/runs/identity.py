@@ -11,9 +11,10 @@ from typing import Any
 from polarlm.errors import UserError
 
 # Settings that may change between a killed run and its continuation without making it another experiment.
-IRRELEVANT = ("name", "group", "resume", "runs_dir", "cache_dir", "logger", "sample", "diagnostics")
+# (The names of choices are not what they choose: a run made by hand and the same run in a named sweep are one.)
+IRRELEVANT = ("name", "group", "resume", "runs_dir", "cache_dir", "logger", "sample", "diagnostics", "choices")
 IRRELEVANT_TRAINER = (
-    "accelerator", "devices", "nodes", "strategy", "log_every",
+    "accelerator", "devices", "nodes", "strategy", "log_every", "val_every",
     "checkpoint_every", "keep_checkpoints", "on_nonfinite", "max_incidents", "spike_z",
 )  # fmt: skip
 
@@ -40,11 +41,16 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return [f"{key}: {a.get(key)} → {b.get(key)}" for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)]
 
 
+def identity_of(config: dict[str, Any]) -> str:
+    """A digest of everything that decides the numbers: two runs with the same one would end with the same weights."""
+    return hashlib.sha256(json.dumps(experiment_of(config), sort_keys=True).encode()).hexdigest()
+
+
 def default_name(config: dict[str, Any]) -> str:
     """block-model-data-seed plus a hash of everything that decides the numbers."""
     choices = config["choices"]
-    digest = hashlib.sha256(json.dumps(experiment_of(config), sort_keys=True).encode()).hexdigest()[:6]
-    return f"{choices['block']}-{choices['model']}-{choices['data']}-seed{config['seed']}-{digest}"
+    start = f"{choices['block']}-{choices['model']}-{choices['data']}-seed{config['seed']}"
+    return f"{start}-{identity_of(config)[:6]}"
 
 
 SECRET = re.compile(r"(api_?key|password|passwd|secret|access_?token|auth_?token)$", re.IGNORECASE)

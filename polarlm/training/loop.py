@@ -13,6 +13,7 @@ from typing import Any
 from polarlm.runs.files import read_json, write_json
 from polarlm.runs.identity import refuse_secrets
 from polarlm.runs.opening import open_run
+from polarlm.runs.sweeps import RESULT_VARIABLE
 from polarlm.training.finish import finish
 from polarlm.training.fit import fit
 from polarlm.training.hardware import use_tensor_cores
@@ -22,7 +23,6 @@ from polarlm.training.quiet import quiet_libraries
 from polarlm.training.ranks import forget_folder, is_first, tell_folder, told_folder
 from polarlm.training.signals import SignOfLife
 
-RESULT_VARIABLE = "POLARLM_RESULT"  # a file that a job in a process of its own leaves its run folder's name in
 
 
 @dataclass(frozen=True)

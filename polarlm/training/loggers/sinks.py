@@ -6,7 +6,6 @@ try: … finally: finish_loggers(loggers, status)    # "finished", "failed" or "
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from polarlm.errors import UserError
 from polarlm.runs.files import read_json
 from polarlm.runs.identity import flatten
+from polarlm.runs.sweeps import command_overrides, key_of
 
 KINDS = ("wandb", "trackio", "none")
 # Overrides that say where a run goes, not what it is.
@@ -73,42 +73,6 @@ def final_numbers(summary: dict[str, Any]) -> dict[str, float | str]:
         if isinstance(value, (int, float, str)):
             found[f"final/{name}" if name.startswith(("val/", "test/")) else name] = value
     return found
-
-
-def command_overrides() -> tuple[list[str], set[str]]:
-    """(this job's overrides, the keys a multirun varies); both empty outside Hydra."""
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.types import RunMode
-
-    if not HydraConfig.initialized():
-        return [], set()
-    hydra = HydraConfig.get()
-    overrides = list(hydra.overrides.task)
-    if hydra.mode != RunMode.MULTIRUN:
-        return overrides, set()
-    swept = set(hydra.sweeper.get("params") or {})
-    typed = [argument for argument in sys.argv[1:] if "=" in argument and not argument.startswith("-")]
-    for override in OverridesParser.create().parse_overrides(typed):
-        if override.is_sweep_override():
-            swept.add(override.key_or_group)
-    return overrides, {key.lstrip("+~") for key in swept}
-
-
-def sweep_group(config: dict[str, Any], overrides: list[str], swept: set[str]) -> str | None:
-    """One name for all jobs of a multirun: the named sweep's, else derived from what the jobs have in common."""
-    if not swept:
-        return None
-    if config["choices"].get("sweep"):
-        return str(config["choices"]["sweep"])
-    common = sorted(tag for tag in overrides if key_of(tag) not in swept)
-    digest = hashlib.sha256("\n".join([*common, *sorted(swept)]).encode()).hexdigest()[:6]
-    return f"sweep-{'-'.join(sorted(key.rpartition('.')[2] for key in swept))}-{digest}"
-
-
-def key_of(override: str) -> str:
-    """The key an override sets."""
-    return override.lstrip("+~").partition("=")[0]
 
 
 def is_place(override: str) -> bool:

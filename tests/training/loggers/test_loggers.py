@@ -18,9 +18,10 @@ from polarlm.attention import PolarAttention
 from polarlm.diagnostics import run_probe
 from polarlm.errors import UserError
 from polarlm.model import GPT, GPTConfig
+from polarlm.runs.sweeps import command_overrides, sweep_group
 from polarlm.training.loggers import sinks as loggers_module
 from polarlm.training.loggers import wandb_mode
-from polarlm.training.loggers.sinks import build_loggers, command_overrides, finish_loggers
+from polarlm.training.loggers.sinks import build_loggers, finish_loggers
 from tests.conftest import ROOT
 from tests.training.loggers.offline_wandb import read_offline_run
 
@@ -309,7 +310,7 @@ class TestOverrides:
         typed = ["-m", "seed=1,2", "optim.lr=1e-3", "trainer.max_steps=5"]
         self.job(monkeypatch, typed, ["seed=2", "optim.lr=1e-3", "trainer.max_steps=5"], "MULTIRUN")
         assert command_overrides()[1] == {"seed"}
-        group = loggers_module.sweep_group(config_of(), *command_overrides())
+        group = sweep_group(config_of(), *command_overrides())
         (sink,) = build_loggers(config_of(group=group), folder)
         finish_loggers([sink], "finished")
         (run,) = runs_of(folder)
@@ -320,7 +321,7 @@ class TestOverrides:
         groups = []
         for seed, lr in ((1, "1e-3"), (2, "1e-3"), (1, "1e-2")):
             self.job(monkeypatch, ["-m", "seed=1,2", f"optim.lr={lr}"], [f"seed={seed}", f"optim.lr={lr}"], "MULTIRUN")
-            groups.append(loggers_module.sweep_group(config_of(), *command_overrides()))
+            groups.append(sweep_group(config_of(), *command_overrides()))
         assert groups[0] == groups[1] != groups[2]
 
     def test_a_single_run_is_tagged_with_what_was_typed_except_places(self, monkeypatch, folder):

@@ -1,0 +1,81 @@
+"""A job in a process of its own that does not outlive the process that started it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PIPE_VARIABLE = "POLARLM_PARENT_PIPE"
+GRACE = 20.0  # seconds in which a job may save its state once its parent is gone
+
+
+def verb_command() -> list[str]:
+    """The file and verb that started this process: train.py, or the installed command and its `train`."""
+    if Path(sys.argv[0]).name == "train.py":
+        return [str(Path(sys.argv[0]).resolve())]
+    return ["-m", "polarlm", "train"]
+
+
+def start_job(overrides: Sequence[str], environment: Mapping[str, str], log: Path | None = None) -> Any:
+    """Start `train … overrides`; its output goes to `log` when given. The job ends when this process does.
+
+    The job holds the reading end of a pipe whose writing end only we hold: however we die, the system closes it.
+    """
+    reader, writer = os.pipe()
+    output = open(log, "ab") if log is not None else None  # noqa: SIM115  closed below; the job keeps its own copy
+    try:
+        process = subprocess.Popen(
+            [sys.executable, *verb_command(), *overrides],
+            env={**os.environ, **environment, PIPE_VARIABLE: str(reader)},
+            pass_fds=(reader,),
+            stdout=output,
+            stderr=output,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # its ranks and workers form one group with it
+        )
+    finally:
+        os.close(reader)
+        if output is not None:
+            output.close()
+    process.lifeline = writer  # type: ignore[attr-defined]
+    return process
+
+
+def stop_job(process: Any) -> None:
+    """Ask a job to save its state and end; insist after a while."""
+    if process.poll() is None:
+        _signal_group(process.pid, signal.SIGTERM)
+        try:
+            process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            _signal_group(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def watch_parent() -> None:
+    """In a job: end the whole process group when the parent is gone. Without a parent's pipe, do nothing."""
+    place = os.environ.pop(PIPE_VARIABLE, None)  # ranks started by this job are its own children
+    if place is None:
+        return
+
+    def wait() -> None:
+        with os.fdopen(int(place), "rb") as pipe:
+            pipe.read()  # returns when the last writer is gone
+        _signal_group(os.getpid(), signal.SIGTERM)
+        time.sleep(GRACE)
+        _signal_group(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _signal_group(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(os.getpgid(pid), number)

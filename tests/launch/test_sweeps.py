@@ -1,0 +1,146 @@
+"""Sweeps: what makes two jobs one, what is already done, what the launcher tells."""
+
+import argparse
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+from hydra.core.utils import JobReturn, JobStatus
+
+from polarlm.errors import UserError
+from polarlm.launch.board import Board
+from polarlm.launch.local import LocalLauncher, shown, varying
+from polarlm.launch.overrides import config_loader, plan_jobs
+from polarlm.launch.sweep import show_status
+from polarlm.runs.identity import identity_of
+from polarlm.runs.sweeps import find_finished, write_plan
+
+
+def config(*overrides: str) -> dict:
+    (job,) = plan_jobs(config_loader(), "train", list(overrides), multirun=False).jobs
+    return job.config
+
+
+@pytest.fixture(scope="module")
+def base():
+    return config()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "name=x", "group=g", "trainer.log_every=1", "trainer.val_every=7", "trainer.checkpoint_every=2",
+        "runs_dir=elsewhere", "cache_dir=elsewhere", "logger=none", "diagnostics=off", "sample.tokens=3",
+    ],
+)  # fmt: skip
+def test_what_does_not_affect_numbers_does_not_make_another_run(base, change):
+    assert identity_of(config(change)) == identity_of(base)
+
+
+@pytest.mark.parametrize("change", ["seed=2", "optim.lr=1e-4", "block=polar", "trainer.max_steps=3", "model.n_layer=3"])
+def test_what_affects_numbers_makes_another_run(base, change):
+    assert identity_of(config(change)) != identity_of(base)
+
+
+def test_a_run_made_by_hand_is_the_sweeps_job(base):
+    named = copy.deepcopy(base)
+    named["choices"]["sweep"] = "blocks"
+    assert identity_of(named) == identity_of(base)
+
+
+def write_run(folder, settings, status, loss=1.5):
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    (folder / "summary.json").write_text(json.dumps({"status": status, "val/loss": loss}))
+
+
+def test_only_a_finished_run_with_the_same_numbers_is_taken_for_the_job(tmp_path, base):
+    settings = {**base, "runs_dir": str(tmp_path)}
+    assert find_finished(settings) is None
+    write_run(tmp_path / "half", settings, "interrupted")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "config.yaml").write_text("{")
+    assert find_finished(settings) is None
+    write_run(tmp_path / "mine", {**settings, "group": "other"}, "finished")
+    assert find_finished(settings) == tmp_path / "mine"
+    assert find_finished({**settings, "seed": 5}) is None
+
+
+def test_status_names_finished_and_waiting_jobs(tmp_path, base, capsys):
+    jobs = [{**base, "seed": seed, "runs_dir": str(tmp_path)} for seed in (1, 2)]
+    rows = [{"overrides": [f"seed={job['seed']}", "optim.lr=1"], "identity": identity_of(job)} for job in jobs]
+    write_plan(tmp_path, "pair", ["seed"], rows)
+    write_run(tmp_path / "one", jobs[0], "finished", 1.25)
+    options = argparse.Namespace(group="pair", runs=str(tmp_path))
+    assert show_status(options) == 1
+    told = capsys.readouterr().out
+    assert "1 finished, 1 waiting" in told and "val loss 1.2500" in told and "optim.lr" not in told
+    write_run(tmp_path / "two", jobs[1], "finished")
+    assert show_status(options) == 0
+    with pytest.raises(UserError, match="Did you mean pair"):
+        show_status(argparse.Namespace(group="pairr", runs=str(tmp_path)))
+
+
+def test_only_varying_keys_are_shown():
+    jobs = [["block=polar", "seed=1", "optim.lr=1"], ["block=polar", "seed=2", "optim.lr=1"]]
+    assert varying(jobs) == ["seed"] and shown(jobs[1], ["seed"]) == "seed=2"
+
+
+def test_threads_are_divided_between_the_jobs(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert (LocalLauncher(jobs=2).jobs, LocalLauncher(jobs=2).threads) == (2, 4)
+    assert (LocalLauncher(threads=2).jobs, LocalLauncher(threads=2).threads) == (4, 2)
+    assert (LocalLauncher(jobs=16).jobs, LocalLauncher(jobs=16).threads) == (16, 1)
+    with pytest.raises(UserError, match=r"hydra\.launcher\.jobs=0"):
+        LocalLauncher(jobs=0)
+
+
+def test_without_a_terminal_every_event_is_one_line(tmp_path, capsys):
+    good, bad = JobReturn(status=JobStatus.COMPLETED), JobReturn(status=JobStatus.FAILED)
+    good.return_value, bad.return_value = 1.5, UserError("no such file")
+    with Board(3, 1) as board:
+        board.started(0, "seed=1", tmp_path / "0.log")
+        board.ended(0, good, 60.0)
+        board.started(1, "seed=2", tmp_path / "1.log")
+        board.ended(1, bad, 2.0)
+        assert board.seconds_left() == 31.0
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4
+    assert "job 1/3 finished, val loss 1.5000 (1:00); 2 to go, about 2:00" in lines[1]
+    assert "job 2/3 failed: no such file" in lines[3]
+
+
+CHILD = """
+import sys, time
+sys.argv = ["train.py"]
+import polarlm.launch.processes as processes
+sleeper = "import time; from polarlm.launch.processes import watch_parent; watch_parent(); time.sleep(600)"
+processes.verb_command = lambda: ["-c", sleeper]
+job = processes.start_job([], {})
+print(job.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_job_does_not_outlive_a_killed_parent():
+    parent = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True)
+    job = int(parent.stdout.readline())
+    os.kill(job, 0)  # it lives
+    time.sleep(2)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            os.kill(job, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    os.killpg(job, signal.SIGKILL)
+    pytest.fail("the job is still running")
