@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
 import polarlm
-from polarlm.errors import UserError
+from polarlm.errors import UserError, did_you_mean
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse, run the verb, return its exit code."""
+    """Parse, run the verb, return its exit code: 2 for a wrong input, 1 for a failure, 130 for Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] in (["train"], ["eval"]):  # Hydra reads the rest: key=value, -m, --help, --cfg job …
         from polarlm.launch import entry
@@ -18,31 +20,64 @@ def main(arguments: list[str] | None = None) -> int:
         {"train": entry.train, "eval": entry.evaluate}[arguments[0]](arguments[1:])
         return 0
     debug = "--debug" in arguments
+    arguments = [a for a in arguments if a != "--debug"]
     try:
-        options = parser().parse_args([a for a in arguments if a != "--debug"])
+        options = parser().parse_args(arguments)
         return options.run(options) or 0
-    except UserError as error:
-        if debug:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader (head, less) left
         return 0
+    except Exception as error:
+        if debug:
+            raise
+        wrong = isinstance(error, UserError)
+        why = str(error) if wrong else f"{type(error).__name__}: {error} (--debug shows the traceback)"
+        print(f"error: {why}", file=sys.stderr)
+        return 2 if wrong else 1
 
 
-def parser() -> argparse.ArgumentParser:
-    """All verbs; each package adds its own."""
+class Parser(argparse.ArgumentParser):
+    """A parser whose complaints are one sentence that names the nearest right word."""
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse; `message` is argparse's own sentence."""
+        raise UserError(f"{self.prog}: {message}; see {self.prog} --help")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            words = [str(choice) for choice in action.choices]
+            what = action.metavar or action.dest or "word"
+            raise UserError(
+                f"There is no {what} '{value}'. {did_you_mean(str(value), words)}Choices: {', '.join(words)}"
+            )
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse everything, or name the flag that nobody knows."""
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            near = did_you_mean(unknown[0].partition("=")[0], sorted(set(self.flags())))
+            raise UserError(f"'{unknown[0]}' is not understood. {near}See {self.prog} --help")
+        return options
+
+    def flags(self) -> Iterator[str]:
+        """Every long flag of this parser and of its verbs."""
+        for action in self._actions:
+            yield from (flag for flag in action.option_strings if flag.startswith("--"))
+            if isinstance(action, argparse._SubParsersAction):
+                for verb in action.choices.values():
+                    yield from verb.flags()
+
+
+def parser() -> Parser:
+    """All verbs; each room adds its own."""
     from polarlm.data import commands as data
     from polarlm.launch import doctor, sweep, trial
     from polarlm.report import commands as report
     from polarlm.runs import commands as runs
     from polarlm.training.loggers import wandb_workspace
 
-    top = argparse.ArgumentParser(
-        prog="polarlm", description="Train, look at, use and compare runs. (--debug shows tracebacks)"
-    )
+    top = Parser(prog="polarlm", description="Train, look at, use and compare runs. (--debug shows tracebacks)")
     top.add_argument("--version", action="version", version=f"polarlm {polarlm.__version__}")
     verbs = top.add_subparsers(title="verbs", metavar="verb", required=True)
     verbs.add_parser("train", help="train a run or a sweep, as python train.py does (polarlm train --help)")

@@ -1,0 +1,58 @@
+"""`polarlm <verb>`: wrong words are one sentence with the nearest right one, and nothing ends in a traceback."""
+
+import pytest
+
+from polarlm import cli
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("comparee", ["verb 'comparee'", "compare"]),
+        ("docter", ["doctor"]),
+        ("compare runs --basline x", ["--basline", "--baseline"]),
+        ("--versionn", ["verb"]),
+        ("generate", ["run"]),
+        ("generate nothing-here", ["nothing-here"]),
+        ("data", ["action"]),
+        ("data prepar", ["prepare"]),
+        ("data sample --count x", ["--count", "'x'"]),
+        ("data sample --split valid", ["val"]),
+        ("data prepare data=nothing", ["nothing", "wikitext2"]),
+        ("compare nowhere", ["nowhere"]),
+        ("compare nowhere --watch -3", ["--watch"]),
+        ("sweep", ["action"]),
+        ("sweep stats x", ["status"]),
+        ("sweep status", ["group"]),
+        ("sweep status nothing", ["nothing"]),
+        ("doctor --oflline", ["--offline"]),
+        ("inspect nothing-here", ["nothing-here"]),
+        ("export nothing-here", ["nothing-here"]),
+        ("", ["verb"]),
+    ],
+)
+def test_a_wrong_command_is_one_sentence(typed, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(typed.split()) == 2
+    told = capsys.readouterr().err.strip()
+    assert told.startswith("error: ") and "\n" not in told
+    for word in words:
+        assert word in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_of_ours_is_one_line_unless_debug_is_asked_for(capsys, monkeypatch):
+    def broken(options):
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr("polarlm.launch.doctor.doctor", broken)
+    assert cli.main(["doctor"]) == 1
+    assert "RuntimeError: out of luck" in capsys.readouterr().err
+    with pytest.raises(RuntimeError):
+        cli.main(["doctor", "--debug"])
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit) as done:
+        cli.main(["--version"])
+    assert done.value.code == 0 and capsys.readouterr().out.startswith("polarlm ")
