@@ -35,8 +35,8 @@ def finish(job: Job, folder: Path, pictures: Callable[[Path], Any] | None = None
         run.model,
         run.tokenizer,
         options["prompt"],
-        int(options["tokens"]),
-        Sampling(temperature=float(options["temperature"]), top_k=options["top_k"], seed=config["seed"]),
+        options["tokens"],
+        Sampling(temperature=options["temperature"], top_k=options["top_k"], seed=config["seed"]),
     )
     summary = {
         **(read_json(folder / "summary.json") or {}),

@@ -40,10 +40,11 @@ def fit_once(job: Job, folder: Path, loggers: Sequence[Any], extra: Sequence[Any
     recorder = Recorder(
         batch_tokens=job.plan.tokens,
         flops_per_token=job.model.flops_per_token(job.plan.context),
-        log_every=int(t["log_every"]),
+        log_every=t["log_every"],
         peak=HardwarePeak(job.accelerator, job.precision, job.plan.processes),
     )
     progress = Progress(recorder, job.plan.tokens)
+<<<<<<< HEAD
     probing = Probing(recorder, job.data, config["diagnostics"], folder)
     checkpointing = Checkpointing(
         recorder,
@@ -63,6 +64,9 @@ def fit_once(job: Job, folder: Path, loggers: Sequence[Any], extra: Sequence[Any
         discard=checkpointing.forget,
     )
     checkpointing.from_start = incidents.policy == "rewind"
+=======
+    checkpoint = LastCheckpoint(folder / "checkpoints", t["checkpoint_every"])
+>>>>>>> 7566107 (Learning rates searched with Optuna, launchers and sweeps documented, sweeps over rates, widths and heads; settings arrive with their types, so nothing casts them)
     module = LanguageModel(
         job.model,
         optim=config["optim"],
@@ -72,24 +76,30 @@ def fit_once(job: Job, folder: Path, loggers: Sequence[Any], extra: Sequence[Any
         compiled=job.compiled,
         incidents=incidents,
     )
+<<<<<<< HEAD
     validation = Validation(recorder, every=int(t["val_every"]), on_progress=progress.on_validation_progress)
     times, stop = StepTimes(recorder), GracefulStop(agree_every=int(t["log_every"]))
     # What happens after a step, in this order: a bad step is noticed before anything is kept of it; the row is on disk
     # before the checkpoint is, so that a kill in between leaves neither gap nor double step.
     parts: list[Any] = [times, incidents, validation, probing, recorder, progress, stop, checkpointing]
     job.data.detours = detours(folder)
+=======
+    validation = Validation(recorder, every=t["val_every"], on_progress=progress.on_validation_progress)
+    stop = GracefulStop(agree_every=t["log_every"])
+    probing = Probing(recorder, job.data, config["diagnostics"], folder)
+>>>>>>> 7566107 (Learning rates searched with Optuna, launchers and sweeps documented, sweeps over rates, widths and heads; settings arrive with their types, so nothing casts them)
     try:
         trainer = pl.Trainer(
             accelerator=job.accelerator,
-            devices=int(t["devices"]),
-            num_nodes=int(t["nodes"]),
+            devices=t["devices"],
+            num_nodes=t["nodes"],
             strategy=build_strategy(t["strategy"], job.plan.processes),
             precision=job.precision,  # type: ignore[arg-type]
             max_steps=job.steps,
             max_epochs=-1,
             accumulate_grad_batches=job.plan.accumulate,
             gradient_clip_val=None,  # the module clips: training/gradients.py
-            deterministic=bool(t["deterministic"]),
+            deterministic=t["deterministic"],
             use_distributed_sampler=False,  # batches are already a function of (seed, step, rank)
             limit_val_batches=0,  # validation is a callback: see training/callbacks.py
             logger=[rows, *loggers],

@@ -44,8 +44,8 @@ def build_job(config: dict[str, Any]) -> Job:
     compiled = choose_compile(t["compile"], accelerator)
     if t["strategy"] not in ("auto", "ddp", "fsdp"):
         raise UserError(f"trainer.strategy={t['strategy']!r} is unknown; choose auto, ddp or fsdp")
-    processes = int(t["devices"]) * int(t["nodes"])
-    plan = plan_batches(int(t["batch_tokens"]), config["model"]["context"], processes, int(t["micro_batch_tokens"]))
+    processes = t["devices"] * t["nodes"]
+    plan = plan_batches(t["batch_tokens"], config["model"]["context"], processes, t["micro_batch_tokens"])
     steps = total_steps(t["max_steps"], t["max_tokens"], plan.tokens)
     schedule = build_schedule(config["schedule"], steps * plan.tokens)
     corpus = build_corpus(config["data"], config["tokenizer"], config["cache_dir"])

@@ -28,7 +28,7 @@ class Probing(pl.Callback):
     """Every `every` steps, before the first and after the last: look inside the model on fixed validation text."""
 
     def __init__(self, recorder: Recorder, data: Any, options: dict[str, Any], folder: Path) -> None:
-        self.every, self.tokens, self.length = (int(options[key]) for key in ("every", "tokens", "length"))
+        self.every, self.tokens, self.length = (options[key] for key in ("every", "tokens", "length"))
         if self.every < 0 or (self.every and (self.tokens < 1 or self.length < 2)):
             raise UserError(
                 f"diagnostics.every={self.every}, tokens={self.tokens}, length={self.length}: every must be 0 (off) or "
