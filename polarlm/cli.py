@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> Parser:
-    """All verbs; each room adds its own."""
+    """All verbs; each package adds its own."""
     from polarlm.data import commands as data
     from polarlm.launch import doctor, sweep, trial, tune
     from polarlm.report import commands as report

@@ -44,19 +44,18 @@ def fit_once(job: Job, folder: Path, loggers: Sequence[Any], extra: Sequence[Any
         peak=HardwarePeak(job.accelerator, job.precision, job.plan.processes),
     )
     progress = Progress(recorder, job.plan.tokens)
-<<<<<<< HEAD
     probing = Probing(recorder, job.data, config["diagnostics"], folder)
     checkpointing = Checkpointing(
         recorder,
         folder / "checkpoints",
-        every=int(t["checkpoint_every"]),
-        keep=int(t["keep_checkpoints"]),
+        every=t["checkpoint_every"],
+        keep=t["keep_checkpoints"],
         flush=(rows.flush, probing.file.flush),
     )
     incidents = Incidents(
         folder,
         policy=t["on_nonfinite"],
-        limit=int(t["max_incidents"]),
+        limit=t["max_incidents"],
         spike_z=float(t["spike_z"] or 0),
         is_read_step=lambda trainer: (
             recorder.is_log_step(trainer, trainer.global_step) or checkpointing.due(trainer) or validation.due(trainer)
@@ -64,9 +63,6 @@ def fit_once(job: Job, folder: Path, loggers: Sequence[Any], extra: Sequence[Any
         discard=checkpointing.forget,
     )
     checkpointing.from_start = incidents.policy == "rewind"
-=======
-    checkpoint = LastCheckpoint(folder / "checkpoints", t["checkpoint_every"])
->>>>>>> 7566107 (Learning rates searched with Optuna, launchers and sweeps documented, sweeps over rates, widths and heads; settings arrive with their types, so nothing casts them)
     module = LanguageModel(
         job.model,
         optim=config["optim"],
@@ -76,18 +72,12 @@ def fit_once(job: Job, folder: Path, loggers: Sequence[Any], extra: Sequence[Any
         compiled=job.compiled,
         incidents=incidents,
     )
-<<<<<<< HEAD
-    validation = Validation(recorder, every=int(t["val_every"]), on_progress=progress.on_validation_progress)
-    times, stop = StepTimes(recorder), GracefulStop(agree_every=int(t["log_every"]))
+    validation = Validation(recorder, every=t["val_every"], on_progress=progress.on_validation_progress)
+    times, stop = StepTimes(recorder), GracefulStop(agree_every=t["log_every"])
     # What happens after a step, in this order: a bad step is noticed before anything is kept of it; the row is on disk
     # before the checkpoint is, so that a kill in between leaves neither gap nor double step.
     parts: list[Any] = [times, incidents, validation, probing, recorder, progress, stop, checkpointing]
     job.data.detours = detours(folder)
-=======
-    validation = Validation(recorder, every=t["val_every"], on_progress=progress.on_validation_progress)
-    stop = GracefulStop(agree_every=t["log_every"])
-    probing = Probing(recorder, job.data, config["diagnostics"], folder)
->>>>>>> 7566107 (Learning rates searched with Optuna, launchers and sweeps documented, sweeps over rates, widths and heads; settings arrive with their types, so nothing casts them)
     try:
         trainer = pl.Trainer(
             accelerator=job.accelerator,

@@ -24,7 +24,6 @@ from polarlm.training.ranks import forget_folder, is_first, tell_folder, told_fo
 from polarlm.training.signals import SignOfLife
 
 
-
 @dataclass(frozen=True)
 class Result:
     """A finished run."""
