@@ -183,8 +183,7 @@ class Trial:
         if key in done:
             return True
         spent = sum(job["seconds"] for job in done.values())
-        paces = [job["seconds"] / job["steps"] for job in done.values() if job["code"] == 0]
-        expected = steps * sum(paces) / len(paces) if paces else 0.0
+        expected = self.expected_seconds(steps, [job for job in done.values() if job["code"] == 0])
         if spent + expected > self.plan.budget_seconds:
             return False
         command = [sys.executable, "-m", "polarlm", "train", f"block={block}", f"data={self.plan.data}"]
@@ -195,7 +194,9 @@ class Trial:
             code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
         if code in (-2, -15, 130, 143):
             raise KeyboardInterrupt
-        job = {"name": key, "block": block, "steps": steps, "code": code, "seconds": time.monotonic() - started}
+        seconds = time.monotonic() - started
+        job = {"name": key, "block": block, "steps": steps, "code": code, "seconds": seconds}
+        job["training"] = self.training_seconds(phase, name)
         with self.progress.open("a", encoding="utf-8") as file:
             file.write(json.dumps(job) + "\n")
         if code and phase == "seeds" and not (self.folder / phase / name / "config.yaml").exists():
@@ -203,6 +204,21 @@ class Trial:
 
             raise UserError(f"{' '.join(command[3:])} did not start; see {self.folder / 'jobs.log'}")
         return True
+
+    def expected_seconds(self, steps: int, done: list[dict[str, Any]]) -> float:
+        """Starting and ending a job takes the same for any length; only training grows with the steps."""
+        if not done:
+            return 0.0
+        training = [min(job["training"] or 0.0, job["seconds"]) for job in done]
+        fixed = sum(job["seconds"] - t for job, t in zip(done, training)) / len(done)
+        return fixed + steps * sum(training) / sum(job["steps"] for job in done)
+
+    def training_seconds(self, phase: str, name: str) -> float | None:
+        """Seconds that a run spent training, as it recorded them."""
+        from polarlm.runs.reading import read_run
+
+        folder = self.folder / phase / name
+        return read_run(folder).number("seconds") if folder.is_dir() else None
 
     def jobs(self) -> list[dict[str, Any]]:
         """What was done so far; a line that a kill cut off does not count."""

@@ -127,6 +127,13 @@ def test_the_budget_ends_a_trial_and_the_result_says_that_the_plan_was_not_kept(
     assert not result["plan_kept"]
 
 
+def test_the_time_of_a_longer_run_grows_by_its_training_only(tmp_path):
+    started = trial.Trial(plan(), tmp_path / "t")
+    done = [{"seconds": 30.0, "training": 10.0, "steps": 100}, {"seconds": 34.0, "training": 14.0, "steps": 100}]
+    assert started.expected_seconds(200, done) == pytest.approx(20 + 24)
+    assert started.expected_seconds(200, []) == 0
+
+
 def test_a_rate_that_diverges_is_not_chosen(tmp_path, monkeypatch):
     FakeTrainer(monkeypatch, gap=0.05, fail=("standard-lr0.003-100",))
     trial.Trial(plan(), tmp_path / "t").run()
