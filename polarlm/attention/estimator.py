@@ -59,9 +59,21 @@ class Estimator(nn.ModuleDict):
                 raise UserError(f"block.frozen names {name!r}; this block's parameters are {', '.join(known)}.")
         frozen = set(frozen)
         super().__init__({name: Positive(value, learn=name not in frozen) for name, value in values.items()})
+        self._kept: tuple[Tensor, dict[str, Tensor]] | None = None
 
     def read(self) -> dict[str, Tensor]:
-        """Every parameter's current value; computed once per forward pass and handed on."""
+        """Every parameter's current value; computed once per forward pass and handed on.
+
+        Without gradients (decoding) values are kept for as long as the raw numbers stay what they were.
+        """
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self._read()
+        raw = torch.cat([cast(Positive, p).raw for p in self.values()])
+        if self._kept is None or raw.device.type != "cpu" or not torch.equal(raw, self._kept[0]):
+            self._kept = raw, self._read()
+        return dict(self._kept[1])
+
+    def _read(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         # In two vectors: reading a dozen scalars one by one would be a good part of a small step.
         for learned in (True, False):

@@ -27,6 +27,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor
     if 2 < cos.dim() < x.dim():
         cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
     wide = x.to(torch.promote_types(x.dtype, cos.dtype))
+    if not torch.is_grad_enabled() and wide.dim() == 4 and cos.dtype == wide.dtype and takes_rows(wide):
+        return turn(wide, cos, sin, inverse).to(x.dtype)  # decoding: autograd's bookkeeping would be most of the work
     return _Rotation.apply(wide, cos, -sin if inverse else sin).to(x.dtype)
 
 
@@ -56,6 +58,9 @@ def on_sphere(x: Tensor, radius: Tensor | float) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_compiling():
         rms = _rms(wide)
         return rms, (wide * (radius / rms)).to(x.dtype)
+    if not torch.is_grad_enabled() and takes_rows(wide):
+        rms, direction = sphere(wide, float(radius), SPHERE_EPS)
+        return rms, direction.to(x.dtype)
     rms, direction = _Sphere.apply(wide, torch.as_tensor(radius, dtype=wide.dtype, device=x.device))
     return rms, direction.to(x.dtype)
 

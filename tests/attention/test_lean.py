@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from polarlm.attention.estimator import Estimator
 from polarlm.attention.kernels.native_rows import takes_rows
 from polarlm.attention.lean import on_sphere, rotate
 from polarlm.geometry import rotate as plain_rotate
@@ -75,6 +76,8 @@ def test_native_rows_equal_the_plain_formulas(tokens: int, heads: int, size: int
     for inverse in (False, True):
         ours, theirs = rotate(x, cos, sin, inverse), plain_rotate(x, cos, sin, inverse)
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        with torch.no_grad():
+            assert torch.equal(rotate(x, cos, sin, inverse), ours)
         torch.testing.assert_close(gradients((ours,), [x]), gradients((theirs,), [x]), rtol=1e-5, atol=1e-6)
     radius = torch.tensor(0.7, requires_grad=True)
     flat = torch.randn(2, tokens, heads * size, requires_grad=True)
@@ -93,3 +96,17 @@ def test_native_rows_can_be_differentiated_twice() -> None:
         (first,) = torch.autograd.grad(sphere(x, 0.7)[1].pow(3).sum(), x, create_graph=True)
         second.append(torch.autograd.grad(first.square().sum(), x)[0])
     torch.testing.assert_close(*second, rtol=1e-4, atol=1e-5)
+
+
+def test_scalars_read_without_gradients_follow_every_change() -> None:
+    values = {"a": torch.tensor([0.5, 0.0, 2.0]), "b": torch.tensor(0.3)}
+    estimator = Estimator(values, frozen=["b"], known=["a", "b"])
+    with torch.no_grad():
+        first, again = estimator.read(), estimator.read()
+        assert all(first[name] is again[name] for name in values), "nothing changed, nothing computed"
+        for change in (lambda: estimator["a"].raw.add_(1.0), lambda: estimator["b"].raw.data.mul_(2.0)):
+            change()
+            for name, value in estimator.read().items():
+                assert torch.equal(value, estimator[name]())
+    assert estimator.read()["a"].requires_grad
+    assert not estimator.read()["b"].requires_grad
