@@ -39,7 +39,7 @@ class Probing(pl.Callback):
         self.batch: dict[str, Tensor] | None = None
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.file.rewind(trainer.global_step)
+        self.file.rewind(trainer.global_step or -1)  # a run that begins again probes its step 0 again
         if self.every:
             self.batch = probe_batch(self.data, tokens=self.tokens, length=self.length)
             if trainer.global_step == 0:
