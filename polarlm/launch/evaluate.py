@@ -40,7 +40,7 @@ def as_lists(arguments: Sequence[str]) -> list[str]:
 
 def evaluate_run(cfg: DictConfig) -> float:
     """Ask every checkpoint every protocol; prints, stores in the run folders, returns the first loss found."""
-    if OmegaConf.is_missing(cfg, "checkpoint"):
+    if OmegaConf.is_missing(cfg, "checkpoint") or cfg.checkpoint in (None, "null"):
         raise UserError("checkpoint must be given: python eval.py checkpoint=runs/<name>")
     options: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     names = protocol_names(options["protocol"])

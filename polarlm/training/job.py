@@ -56,6 +56,7 @@ def build_job(config: dict[str, Any]) -> Job:
         seed=config["seed"],
         **{key: config["data"][key] for key in ("mask_documents", "packing", "eval_tokens")},
     )
+    corpus.tokenizer.encode(config["sample"]["prompt"])  # only to refuse now what could not be sampled after training
     torch.manual_seed(config["seed"])
     model = build_model(config, corpus.tokenizer.vocab_size)
     warn_about_idle_settings(model, config["block"])

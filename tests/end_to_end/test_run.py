@@ -51,7 +51,7 @@ def test_the_final_table_names_loss_baselines_folder_picture_and_sample(workshop
         "validation",
         "unigram baseline",
         "bigram baseline",
-        "bits per byte",
+        "bits/byte",
         "parameters",
         "summary.png",
         "sample",

@@ -26,10 +26,13 @@ def test_the_record_of_a_finished_run_holds_the_final_table(shell):
     assert run.summary["val/loss"] == {"min": min(validated)}
 
 
-@pytest.mark.parametrize("overrides", [("optim.lr=1e12", "optim.grad_clip=1e12"), ("sample.top_k=nonsense",)])
-def test_a_run_that_fails_is_closed_as_failed_and_says_why(shell, overrides):
-    """While training (the loss becomes nan), and after it (the sample cannot be drawn)."""
-    done = shell.train("name=lost", "logger=wandb", *overrides, WANDB_MODE="offline")
+DIVERGES = ("optim.lr=100", "optim.weight_decay=1", "optim.grad_clip=null")
+
+
+@pytest.mark.parametrize(("overrides", "environment"), [(DIVERGES, {}), ((), {"MPLBACKEND": "nonsense"})])
+def test_a_run_that_fails_is_closed_as_failed_and_says_why(shell, overrides, environment):
+    """While training (the gradients overflow), and after it (the picture cannot be drawn)."""
+    done = shell.train("name=lost", "logger=wandb", *overrides, WANDB_MODE="offline", **environment)
     assert done.code != 0
     run, summary = recorded(shell, "lost"), shell.summary("lost")
     assert (run.exit_code, run.summary["status"], summary["status"]) == (1, "failed", "failed")

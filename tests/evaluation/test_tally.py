@@ -113,13 +113,13 @@ def test_training_validates_part_of_a_split_with_that_parts_bytes(corpus_of, mod
     corpus = corpus_of("byte")
     model = model_of(corpus.tokenizer.vocab_size)
     data = LMDataModule(corpus, context=16, micro_batch=4, seed=1, eval_tokens=333)
-    recorder = SimpleNamespace(row={}, pause=lambda seconds: None, stepped=lambda trainer: True)
+    recorder = SimpleNamespace(row={}, pause=lambda seconds: None)
     strategy = SimpleNamespace(
         precision_plugin=SimpleNamespace(forward_context=nullcontext), reduce=lambda totals, reduce_op: totals
     )
     trainer = SimpleNamespace(global_step=8, max_steps=100, datamodule=data, strategy=strategy)
     module = SimpleNamespace(model=model, device=torch.device("cpu"))
-    Validation(recorder, every=8).on_train_batch_end(trainer, module, None, None, 0)
+    Validation(recorder, every=8).on_step_end(trainer, module)
     row = recorder.row
     text = text_size(corpus.store("val"), corpus.tokenizer, 333)
     assert row["val/bits_per_byte"] == pytest.approx(row["val/loss"] / math.log(2) * 333 / text.bytes, rel=1e-12)
