@@ -40,7 +40,7 @@ def as_lists(arguments: Sequence[str]) -> list[str]:
 
 def evaluate_run(cfg: DictConfig) -> float:
     """Ask every checkpoint every protocol; prints, stores in the run folders, returns the first loss found."""
-    if OmegaConf.is_missing(cfg, "checkpoint") or cfg.checkpoint in (None, "null"):
+    if OmegaConf.is_missing(cfg, "checkpoint"):
         raise UserError("checkpoint must be given: python eval.py checkpoint=runs/<name>")
     options: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     names = protocol_names(options["protocol"])
@@ -75,6 +75,11 @@ def find_checkpoints(places: Sequence[str]) -> list[str]:
     found = []
     for place in places:
         path = Path(place)
+        if not path.exists():
+            raise UserError(
+                f"checkpoint={place} does not exist; give a run folder (runs/<name>), a folder of runs, or a .ckpt or "
+                ".safetensors file inside a run"
+            )
         inside = sorted(p.parent for p in path.glob("*/config.yaml")) if path.is_dir() else []
         if inside and not (path / "config.yaml").exists():
             finished = [p for p in inside if any((p / "checkpoints").glob("*.safetensors"))]

@@ -38,6 +38,7 @@ def open_run(config: dict[str, Any], corpus: Corpus, parameters: int) -> tuple[P
                     opened.release()
                     continue
                 check_continuation(folder, corpus)
+                _remove_unfinished_files(folder)
             except BaseException:
                 opened.release()
                 raise
@@ -49,6 +50,13 @@ def open_run(config: dict[str, Any], corpus: Corpus, parameters: int) -> tuple[P
             print(note, file=sys.stderr)
         return folder, opened, again
     raise UserError(f"{folder} keeps being taken by other processes; give this run another name=…")
+
+
+def _remove_unfinished_files(folder: Path) -> None:
+    """What a killed process was writing; whoever holds the lock is the only writer."""
+    for place in (folder, folder / "checkpoints", folder / "diagnostics", folder / "tokenizer"):
+        for left in place.glob("*.tmp"):
+            left.unlink(missing_ok=True)
 
 
 def _identity(folder: Path, config: dict[str, Any], parameters: int) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def check(
 ) -> Check:
     """Compare a backend with the reference; draws from a generator of its own and runs outside any autograd mode."""
     began = time.perf_counter()
-    # Inside a recomputed block (activation checkpointing) saved tensors are placeholders; here they are kept as they are.
+    # Inside a recomputed block (activation checkpointing) saved tensors are placeholders; here they are kept.
     as_they_are = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
     with torch.inference_mode(False), torch.enable_grad(), as_they_are:
         try:

@@ -18,7 +18,7 @@ KERNELS = "polarlm.attention.kernels"
 KEPT_KERNELS = {KERNELS, *(f"{KERNELS}.{name}" for name in ("call", "noise", "reference", "chunks"))}
 ABSENT = '''
 class _Absent:
-    """A kernel that does not travel: asked for an obstacle it names itself, called it says why not."""
+    """A kernel that does not travel: asked whether it can (`…obstacle`, `takes_…`) it says no; called, why."""
 
     def __init__(self, name):
         self.name = name
@@ -26,6 +26,8 @@ class _Absent:
     def __call__(self, *arguments, **options):
         if self.name.endswith("obstacle"):
             return f"{self.name}: not part of an exported model"
+        if self.name.startswith("takes_"):
+            return False
         raise RuntimeError(f"{self.name} is not part of an exported model; its backend is 'reference'")
 '''
 
