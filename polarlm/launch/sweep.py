@@ -121,6 +121,6 @@ def show_status(options: argparse.Namespace) -> int:
         rows.append((summary.get("status", "waiting"), name, result, folder.name if folder else ""))
     width, states = max(len(name) for _, name, _, _ in rows), [row[0] for row in rows]
     print(f"{plan['group']}: " + ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)))
-    for state, name, result, folder in rows:
-        print(f"  {state:11}  {name:{width}}  {result:18}  {folder}".rstrip())
+    for state, name, result, place in rows:
+        print(f"  {state:11}  {name:{width}}  {result:18}  {place}".rstrip())
     return 0 if set(states) == {"finished"} else 1

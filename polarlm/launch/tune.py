@@ -36,6 +36,7 @@ def tune(options: argparse.Namespace) -> int:
         raise UserError("--low must be above 0 and below --high, and --trials at least 1")
     try:
         import optuna
+        from optuna.storages.journal import JournalFileBackend
     except ImportError as error:
         raise UserError('polarlm tune needs Optuna: pip install "polarlm[search]"') from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -43,7 +44,7 @@ def tune(options: argparse.Namespace) -> int:
     group = options.group or f"tune-{options.key.rpartition('.')[2]}-{config['choices']['block']}"
     folder = Path(config["runs_dir"]) / ".sweeps" / group
     folder.mkdir(parents=True, exist_ok=True)
-    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(folder / "study.journal")))
+    storage = optuna.storages.JournalStorage(JournalFileBackend(str(folder / "study.journal")))
     study = optuna.create_study(
         storage=storage,
         study_name=group,
@@ -55,7 +56,9 @@ def tune(options: argparse.Namespace) -> int:
     for left in study.get_trials(states=(State.RUNNING,)):  # of a search that was killed; its run is continued below
         study.tell(left.number, state=State.FAIL)
         study.enqueue_trial(left.params)
-    space = {options.key: optuna.distributions.FloatDistribution(options.low, options.high, log=not options.linear)}
+    space: dict[str, Any] = {
+        options.key: optuna.distributions.FloatDistribution(options.low, options.high, log=not options.linear)
+    }
     while len(study.get_trials(states=(State.COMPLETE, State.PRUNED))) < options.trials:
         run_trial(study, study.ask(space), options, group, folder, State)
     done = study.get_trials(states=(State.COMPLETE,))
