@@ -71,7 +71,7 @@ def test_the_wheel_holds_the_package_its_configs_and_nothing_else(wheel):
     shipped = {str(path.relative_to(ROOT / "configs")) for path in (ROOT / "configs").rglob("*.yaml")}
     assert {n.removeprefix("polarlm/configs/") for n in names if n.startswith("polarlm/configs/")} == shipped
     assert "polarlm/py.typed" in names and "polarlm/report/assets/page.html" in names
-    assert {n.partition("/")[0] for n in names} == {"polarlm", f"polarlm-{__version__}.dist-info"}
+    assert {n.partition("/")[0] for n in names} == {"polarlm", "hydra_plugins", f"polarlm-{__version__}.dist-info"}
 
 
 def test_the_installed_package_is_the_one_that_runs(elsewhere):
