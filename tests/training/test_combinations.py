@@ -17,7 +17,7 @@ from tests.training.tiny_jobs import fitted
 BLOCKS = ("standard", "xsa", "rfa", "polar", "polar_literal")
 # Largest distance of a loss from fp32's. On a CPU Lightning trains 16-mixed as bf16-mixed; its gradient scaler is
 # tested in test_gradients.py.
-PRECISIONS = {"32-true": 1e-5, "64-true": 1e-5, "bf16-mixed": 4e-3, "16-mixed": 4e-3, "bf16-true": 5e-3}
+PRECISIONS = {"32-true": 1e-5, "64-true": 1e-5, "bf16-mixed": 2e-3, "16-mixed": 2e-3, "bf16-true": 5e-3}
 ACCUMULATION = ("trainer.micro_batch_tokens=128", "trainer.micro_batch_tokens=64", "trainer.micro_batch_tokens=32")
 CLIPPING = ("optim.grad_clip=1.0", "optim.grad_clip=0.1", "optim.grad_clip=null")
 RECOMPUTE = ("model.checkpointing=false", "model.checkpointing=true")
@@ -72,7 +72,9 @@ def test_it_trains_like_fp32(tmp_path, reference, block, precision, accumulation
     switches = (f"trainer.precision={precision}", accumulation, clipping, recompute)
     rows = fitted(tmp_path, tmp_path / "run", f"block={block}", *switches)
     losses = [row["train/loss"] for row in rows]
-    assert losses == pytest.approx(reference(block, clipping), abs=PRECISIONS[precision])
+    # Algorithm 1 as printed is ill-conditioned: it missed the common bound by 4e-6.
+    room = 2 if block == "polar_literal" and precision.endswith("mixed") else 1
+    assert losses == pytest.approx(reference(block, clipping), abs=room * PRECISIONS[precision])
     assert all(math.isfinite(row["train/grad_norm"]) for row in rows)
     assert torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)["global_step"] == 3
 
