@@ -41,17 +41,17 @@ def draw(
 def one_comparison(n: int, correlation: float, repetitions: int, noise: str = "normal") -> dict[str, float]:
     """False positives of both tests, coverage, and contradictions of interval and test, for n paired seeds."""
     rng = np.random.default_rng([n, round(10 * correlation), list(NOISES).index(noise)])
-    found: dict[str, list[bool]] = {"paired": [], "unpaired": [], "covered": [], "contradiction": []}
+    outcomes: dict[str, list[bool]] = {"paired": [], "unpaired": [], "covered": [], "contradiction": []}
     for _ in range(repetitions):
         ours, theirs = draw(rng, n, 0.0, correlation, noise)
         c = compare_seeds("a", ours, "b", theirs)
         low, high = c.difference.low, c.difference.high
         assert low is not None and high is not None and c.p_unpaired is not None
-        found["paired"].append(c.outcome != NOT_SHOWN)
-        found["unpaired"].append(c.p_unpaired < 0.05)
-        found["covered"].append(low <= 0 <= high)
-        found["contradiction"].append((c.outcome != NOT_SHOWN) == (low <= 0 <= high))
-    return {name: float(np.mean(values)) for name, values in found.items()}
+        outcomes["paired"].append(c.outcome != NOT_SHOWN)
+        outcomes["unpaired"].append(c.p_unpaired < 0.05)
+        outcomes["covered"].append(low <= 0 <= high)
+        outcomes["contradiction"].append((c.outcome != NOT_SHOWN) == (low <= 0 <= high))
+    return {name: float(np.mean(values)) for name, values in outcomes.items()}
 
 
 def looking_after_every_seed(effect: float, repetitions: int, first: int = 2, last: int = 10) -> dict[str, float]:
@@ -96,8 +96,10 @@ def equivalence(n: int, repetitions: int, margin: float = 0.005) -> dict[str, fl
         outcomes = []
         for _ in range(repetitions):
             differences = rng.normal(effect, spread, n)
-            found = compare_seeds("a", dict(enumerate(differences)), "b", dict.fromkeys(range(n), 0.0), margin=margin)
-            outcomes.append(found.is_equivalent)
+            comparison = compare_seeds(
+                "a", dict(enumerate(differences)), "b", dict.fromkeys(range(n), 0.0), margin=margin
+            )
+            outcomes.append(comparison.is_equivalent)
         rates.append(float(np.mean(outcomes)))
     predicted = equivalence_power(0.0, margin, spread / np.sqrt(n), n - 1)
     return {"false": rates[0], "shown": rates[1], "predicted": predicted}
@@ -109,11 +111,11 @@ def family(effects: tuple[float, ...], n: int, repetitions: int) -> dict[str, fl
     wrong, covered = [], []
     for _ in range(repetitions):
         base = rng.normal(2, SPREAD, n)
-        found: list[Comparison] = []
+        comparisons: list[Comparison] = []
         for effect in effects:
             ours = base * 0 + 2 + effect + rng.normal(0, SPREAD, n)
-            found.append(compare_seeds("a", dict(enumerate(ours)), "b", dict(enumerate(base))))
-        judged = adjust(found)
+            comparisons.append(compare_seeds("a", dict(enumerate(ours)), "b", dict(enumerate(base))))
+        judged = adjust(comparisons)
         wrong.append(any(e == 0 and c.outcome not in (NOT_SHOWN, EQUIVALENT) for e, c in zip(effects, judged)))
         ends = [c.simultaneous or (0.0, 0.0) for c in judged]
         # A decided comparison excludes zero: its interval is open there.
@@ -149,7 +151,7 @@ def percent(rate: float) -> str:
 
 def tables(repetitions: int) -> dict[str, Table]:
     """Every table of the page, by the name of its place."""
-    found: dict[str, Table] = {}
+    filled: dict[str, Table] = {}
     rows = []
     for n in (3, 5, 8, 12):
         for correlation in (0.0, 0.8):
@@ -164,18 +166,18 @@ def tables(repetitions: int) -> dict[str, Table]:
         "coverage of 95 %",
         "contradictions",
     ]
-    found["one"] = (head, rows)
+    filled["one"] = (head, rows)
     rows = []
     for noise in list(NOISES)[1:]:
         for n in (3, 5, 8):
             r = one_comparison(n, 0.0, repetitions // (4 if n >= 6 else 1), noise)
             rows.append([noise, str(n), percent(r["paired"]), percent(r["covered"])])
-    found["noise"] = (["noise of a seed", "seeds", "false positives", "coverage of 95 %"], rows)
+    filled["noise"] = (["noise of a seed", "seeds", "false positives", "coverage of 95 %"], rows)
     rows = []
     for effect in (0.0, 1.0, 2.0, 3.0):
         r = looking_after_every_seed(effect * SPREAD, repetitions)
         rows.append([f"{effect:g} spreads", percent(r["fixed"]), percent(r["always valid"]), f"{r['seeds']:.1f}"])
-    found["looks"] = (
+    filled["looks"] = (
         ["true difference", "fixed rule claims one", "always-valid rule claims one", "after seeds (mean)"],
         rows,
     )
@@ -184,7 +186,7 @@ def tables(repetitions: int) -> dict[str, Table]:
         r = shown_power(n, repetitions)
         rates = [percent(r[k]) for k in ("predicted", "measured", "predicted at half", "measured at half")]
         rows.append([str(n), f"{r['effect'] / SPREAD:.2f} spreads", *rates])
-    found["power"] = (
+    filled["power"] = (
         ["seeds", "smallest effect", "power predicted", "measured", "at half of it predicted", "measured"],
         rows,
     )
@@ -192,7 +194,7 @@ def tables(repetitions: int) -> dict[str, Table]:
     for n in (3, 5, 8):
         r = equivalence(n, repetitions // (4 if n >= 6 else 1))
         rows.append([str(n), percent(r["false"]), percent(r["shown"]), percent(r["predicted"])])
-    found["equivalence"] = (["seeds", "claimed at a difference of the margin", "claimed at none", "predicted"], rows)
+    filled["equivalence"] = (["seeds", "claimed at a difference of the margin", "claimed at none", "predicted"], rows)
     rows = []
     for words, effects in (
         ("four without a difference", (0.0,) * 4),
@@ -202,7 +204,7 @@ def tables(repetitions: int) -> dict[str, Table]:
     ):
         r = family(effects, 5, repetitions // 2)
         rows.append([words, percent(r["wrong"]) if 0.0 in effects else "—", percent(r["covered"])])
-    found["family"] = (
+    filled["family"] = (
         ["comparisons on the page (5 seeds)", "any false claim", "all simultaneous intervals hold"],
         rows,
     )
@@ -210,8 +212,8 @@ def tables(repetitions: int) -> dict[str, Table]:
     for seeds, count in ((3, 30), (3, 300), (8, 100)):
         r = documents(seeds, count, repetitions // 4)
         rows.append([f"{seeds} × {count}", percent(r["both"]), percent(r["seeds alone"]), percent(r["bootstrap"])])
-    found["documents"] = (["seeds × documents", "two levels", "seeds alone", "document bootstrap, one pair"], rows)
-    return found
+    filled["documents"] = (["seeds × documents", "two levels", "seeds alone", "document bootstrap, one pair"], rows)
+    return filled
 
 
 def markdown(table: Table) -> str:

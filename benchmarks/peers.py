@@ -116,16 +116,18 @@ def peers(context: int, tokens: int, rounds: int) -> list[dict]:
     ours = build("standard", context)
     hidden = ours.blocks[0].feed_forward.down.in_features
     bare = BareGPT(context, hidden, **SHAPE)
-    found = {"bare torch loop": (bare, bare.loss), "polarlm standard": (ours, ours.loss)}
-    found |= {
+    candidates = {"bare torch loop": (bare, bare.loss), "polarlm standard": (ours, ours.loss)}
+    candidates |= {
         "transformers Llama": _transformers(context, hidden, **SHAPE),
         "litgpt": _litgpt(context, hidden, **SHAPE),
     }
-    steps = {name: training_step(pair[1], pair[0], tokens // context, context) for name, pair in found.items() if pair}
+    steps = {
+        name: training_step(pair[1], pair[0], tokens // context, context) for name, pair in candidates.items() if pair
+    }
     seconds = interleaved(steps, rounds)
     flops, peak, base = ours.flops_per_token(context) * tokens, measured_peak(), seconds["bare torch loop"]
     rows = []
-    for name in found:
+    for name in candidates:
         spent = seconds.get(name)
         row = {"model": name, "context": context, "tokens/s": None, "speed": None, "mfu": None}
         if spent:

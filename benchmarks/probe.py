@@ -53,14 +53,14 @@ def measure(overrides: list[str], rounds: int, steps: int, compiled: bool) -> di
                 next(part)
                 times[kind].append(time.perf_counter() - began)
         finish_loggers(loggers, "finished")
-    seconds = {kind: statistics.median(found[1:]) for kind, found in times.items()}  # the first round warms up
-    found: dict[str, float | str] = {"run": f"{config['choices']['block']} {config['choices']['model']}"}
-    found |= {"every": diagnostics.every, "tokens_per_step": job.plan.tokens, "probe_seconds": seconds["probe"]}
+    seconds = {kind: statistics.median(measured[1:]) for kind, measured in times.items()}  # the first round warms up
+    row: dict[str, float | str] = {"run": f"{config['choices']['block']} {config['choices']['model']}"}
+    row |= {"every": diagnostics.every, "tokens_per_step": job.plan.tokens, "probe_seconds": seconds["probe"]}
     for kind in kinds:
         step = seconds[kind] / steps
         share = seconds["probe"] / (diagnostics.every * step + seconds["probe"])
-        found |= {f"{kind}_step_seconds": step, f"{kind}_share": share}
-    return found
+        row |= {f"{kind}_step_seconds": step, f"{kind}_share": share}
+    return row
 
 
 def stepper(job: Job, loss: Callable[..., torch.Tensor], steps: int) -> Iterator[None]:
@@ -79,12 +79,12 @@ def stepper(job: Job, loss: Callable[..., torch.Tensor], steps: int) -> Iterator
 def prober(job: Job, batch: dict[str, torch.Tensor], loggers: list[Any], file: Path) -> Iterator[None]:
     """Each `next` is one probe with everything that is written about it."""
     for number in range(10**9):
-        found = run_probe(job.model, batch["tokens"])
+        result = run_probe(job.model, batch["tokens"])
         with open(file, "a") as out:
-            out.write(json.dumps(found.row(number, number)) + "\n")
+            out.write(json.dumps(result.row(number, number)) + "\n")
         for logger in loggers:
-            logger.log_metrics(found.scalars())
-            logger.log_probe(found, step=number, tokens=number)
+            logger.log_metrics(result.scalars())
+            logger.log_probe(result, step=number, tokens=number)
         yield
 
 
@@ -96,8 +96,8 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true", help="measure compiled steps beside the eager ones")
     options, overrides = parser.parse_known_args()
     quiet_libraries()
-    found = measure(overrides, options.rounds, options.steps, options.compiled)
-    print(json.dumps(found | {"threads": torch.get_num_threads()}), file=sys.stdout)
+    row = measure(overrides, options.rounds, options.steps, options.compiled)
+    print(json.dumps(row | {"threads": torch.get_num_threads()}), file=sys.stdout)
 
 
 if __name__ == "__main__":

@@ -138,12 +138,12 @@ def _write_evaluations(folder, facts, rng):
     bits = [facts["final"] * (1 + 0.02 * k * facts["growth"] / 3) + 0.003 * rng.normal() for k in range(4)]
     reliability = {"probability": [0.1, 0.5, 0.9], "frequency": [0.12, 0.47, 0.86], "predictions": [10, 10, 10]}
     metrics = [{"loss": 2.1 * b, "perplexity": math.exp(2.1 * b), "bits_per_byte": b} for b in bits]
-    found = {
+    answers = {
         "sliding": {"metrics": metrics[0]},
         "length": {"by_length": {"factor": [1, 2, 4, 8], "context": [128, 256, 512, 1024], "metrics": metrics}},
         "calibration": {"calibration": {"ece": 0.03, "reliability": reliability}},
     }
-    for name, answer in found.items():
+    for name, answer in answers.items():
         record = {"protocol": {"name": name, "data": "pydocs", "split": "test", "tokens": 4096}, **answer}
         (folder / "evaluations" / f"{name}-pydocs-test-00000000.json").write_text(json.dumps(record))
 

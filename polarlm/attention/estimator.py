@@ -74,7 +74,7 @@ class Estimator(nn.ModuleDict):
         return dict(self._kept[1])
 
     def _read(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        by_name: dict[str, Tensor] = {}
         # In two vectors: reading a dozen scalars one by one would be a good part of a small step.
         for learned in (True, False):
             chosen = {name: cast(Positive, p) for name, p in self.items()}
@@ -82,8 +82,8 @@ class Estimator(nn.ModuleDict):
             if chosen:
                 raw, live = torch.cat([p.raw for p in chosen.values()]), torch.cat([p.live for p in chosen.values()])
                 values = positive(raw, live).split([p.raw.numel() for p in chosen.values()])
-                found |= {name: value.reshape(p.shape) for (name, p), value in zip(chosen.items(), values)}
-        return found
+                by_name |= {name: value.reshape(p.shape) for (name, p), value in zip(chosen.items(), values)}
+        return by_name
 
 
 def inverse_softplus(value: Tensor) -> Tensor:

@@ -60,12 +60,12 @@ def probe_lags(tokens: int) -> list[int]:
 
 def by_lag(pairs: Tensor, visible: Tensor, lags: list[int]) -> Tensor:
     """Mean over queries and sequences of a quantity (B, H, T, T) at each lag -> (H, len(lags))."""
-    found = []
+    means = []
     for lag in lags:
         along, seen = pairs.diagonal(-lag, -2, -1), visible.diagonal(-lag, -2, -1).unsqueeze(1)  # (B, H, T - lag)
         seen = seen.expand(along.shape[0], 1, -1)
-        found.append(torch.where(seen, along, 0.0).sum((0, 2)) / seen.sum((0, 2)))
-    return torch.stack(found, dim=-1)
+        means.append(torch.where(seen, along, 0.0).sum((0, 2)) / seen.sum((0, 2)))
+    return torch.stack(means, dim=-1)
 
 
 def _consensus(layer: Layer) -> Tensor:

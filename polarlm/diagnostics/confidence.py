@@ -54,15 +54,15 @@ def confidence(model: GPT, text: Text, *, mask_documents: bool = False) -> dict[
             entropy.append(-(logp.exp() * logp).sum(-1)[counted].double().cpu().numpy())
             signals.append([tuple(s[counted].double().cpu().numpy() for s in layer) for layer in reader.kept])
     outcomes = {"loss": np.concatenate(loss), "entropy": np.concatenate(entropy)}
-    found: dict[str, Any] = {"targets": len(outcomes["loss"])}
+    result: dict[str, Any] = {"targets": len(outcomes["loss"])}
     for index, name in enumerate(("magnitude", "log_evidence")):
         layers = [np.concatenate([batch[layer][index] for batch in signals]) for layer in range(len(signals[0]))]
         for outcome, values in outcomes.items():
-            found[f"{name}_{outcome}"] = {
+            result[f"{name}_{outcome}"] = {
                 "pearson": [correlation(stats.pearsonr, layer, values) for layer in layers],
                 "spearman": [correlation(stats.spearmanr, layer, values) for layer in layers],
             }
-    return found
+    return result
 
 
 def correlation(kind: Any, x: np.ndarray, y: np.ndarray) -> float | None:

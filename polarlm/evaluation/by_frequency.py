@@ -18,12 +18,12 @@ def loss_by_frequency(scores: Scores, counts: np.ndarray) -> dict[str, Any]:
     """Mean loss per decade of the target's count in the training text (never, 1–9, 10–99, …); empty ones left out."""
     seen = counts[scores.targets]
     decade = np.where(seen > 0, np.floor(np.log10(np.maximum(seen, 1))).astype(int) + 1, 0)
-    found: dict[str, Any] = {"from": [], "to": [], "loss": [], "accuracy": [], "targets": []}
+    columns: dict[str, Any] = {"from": [], "to": [], "loss": [], "accuracy": [], "targets": []}
     for number in np.unique(decade).tolist():
         inside = decade == number
-        found["from"].append(10 ** (number - 1) if number else 0)
-        found["to"].append(10**number - 1 if number else 0)
-        found["loss"].append(float(scores.nats[inside].mean()))
-        found["accuracy"].append(float(scores.correct[inside].mean()))
-        found["targets"].append(int(inside.sum()))
-    return found
+        columns["from"].append(10 ** (number - 1) if number else 0)
+        columns["to"].append(10**number - 1 if number else 0)
+        columns["loss"].append(float(scores.nats[inside].mean()))
+        columns["accuracy"].append(float(scores.correct[inside].mean()))
+        columns["targets"].append(int(inside.sum()))
+    return columns

@@ -55,7 +55,7 @@ def loss_by_corruption(
 
     The second tells what wrong *context* costs: a target right after a wrong token is hard for every model.
     """
-    found: dict[str, Any] = {"rate": [float(rate) for rate in rates]}
+    columns: dict[str, Any] = {"rate": [float(rate) for rate in rates]}
     context = model.config.context
     for kind in kinds:
         losses, clean = [], []
@@ -68,8 +68,8 @@ def loss_by_corruption(
             own = np.concatenate(kept)
             losses.append(float(scores.nats.mean()))
             clean.append(float(scores.nats[own].mean()) if own.any() else None)
-        found[kind] = {"loss": losses, "loss_after_clean_token": clean}
-    return found
+        columns[kind] = {"loss": losses, "loss_after_clean_token": clean}
+    return columns
 
 
 def _note_clean(batch: WindowBatch, text: Text, kept: list[np.ndarray]) -> WindowBatch:

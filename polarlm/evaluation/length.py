@@ -17,14 +17,14 @@ def loss_by_length(model: GPT, text: Text, factors: Sequence[int], *, mask_docum
 
     Windows do not overlap: the targets are the same at every length, only what may be read before them differs.
     """
-    found: dict[str, Any] = {"factor": [], "context": [], "metrics": [], "by_position": []}
+    columns: dict[str, Any] = {"factor": [], "context": [], "metrics": [], "by_position": []}
     for factor in factors:
         context = factor * model.config.context
-        if context > len(text.tokens) - 1 and found["factor"]:
+        if context > len(text.tokens) - 1 and columns["factor"]:
             break
         scores = score_text(model, text, context=context, mask_documents=mask_documents)
-        found["factor"].append(factor)
-        found["context"].append(context)
-        found["metrics"].append(measure(scores.tally(text)))
-        found["by_position"].append(loss_by_position(scores, context))
-    return found
+        columns["factor"].append(factor)
+        columns["context"].append(context)
+        columns["metrics"].append(measure(scores.tally(text)))
+        columns["by_position"].append(loss_by_position(scores, context))
+    return columns

@@ -111,8 +111,8 @@ SPLITS = ("train", "val", "test")
 
 def measure(tally: Tally) -> dict[str, float]:
     """Every metric of the table that these counts allow, by name."""
-    found = {metric.name: metric.formula(tally) for metric in METRICS}
-    return {name: value for name, value in found.items() if value is not None}
+    values = {metric.name: metric.formula(tally) for metric in METRICS}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def metric_of(name: str) -> Metric | None:

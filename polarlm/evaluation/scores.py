@@ -57,7 +57,7 @@ def score_batches(model: GPT, batches: Iterable[WindowBatch], *, visit: Visit | 
     """Score the targets of all windows."""
     device, training = model.embedding.weight.device, model.training
     model.eval()
-    found: list[tuple[np.ndarray, ...]] = []
+    parts: list[tuple[np.ndarray, ...]] = []
     for batch in batches:
         documents = None if batch.documents is None else batch.documents.to(device)
         hidden = model.hidden(batch.tokens.to(device), documents=documents)
@@ -66,9 +66,9 @@ def score_batches(model: GPT, batches: Iterable[WindowBatch], *, visit: Visit | 
         targets = batch.targets[counted].to(device)
         nats, entropy, correct = _judge(model, hidden[counted.to(device)], targets, visit)
         seen = columns + 1 if batch.documents is None else _seen(batch.documents.numpy())[rows, columns]
-        found.append((batch.places[rows, columns], targets.cpu().numpy(), seen, nats, entropy, correct))
+        parts.append((batch.places[rows, columns], targets.cpu().numpy(), seen, nats, entropy, correct))
     model.train(training)
-    joined = [np.concatenate(part) for part in zip(*found)]
+    joined = [np.concatenate(part) for part in zip(*parts)]
     order = np.argsort(joined[0], kind="stable")
     return Scores(*(part[order] for part in joined))
 

@@ -21,15 +21,15 @@ def text_size(store: TokenStore, tokenizer: Tokenizer, tokens: int | None = None
     """
     total = len(store)
     tokens = min(tokens or total, total)
-    found = _known.get((store.fingerprint, store.bytes, tokens))
-    if found is None:
+    size_of_text = _known.get((store.fingerprint, store.bytes, tokens))
+    if size_of_text is None:
         decoded = decoded_size(store, tokenizer, total)
         ratio = store.bytes / decoded.bytes if decoded.bytes and decoded.bytes != store.bytes else 1
         part = decoded if tokens == total else decoded_size(store, tokenizer, tokens)
         size = store.bytes if tokens == total else part.bytes * ratio
-        found = TextSize(tokens, size, part.characters * ratio, part.words)
-        _known[store.fingerprint, store.bytes, tokens] = found
-    return found
+        size_of_text = TextSize(tokens, size, part.characters * ratio, part.words)
+        _known[store.fingerprint, store.bytes, tokens] = size_of_text
+    return size_of_text
 
 
 def decoded_size(store: TokenStore, tokenizer: Tokenizer, tokens: int) -> TextSize:

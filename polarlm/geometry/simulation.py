@@ -37,8 +37,8 @@ class RTModel:
 
     def __post_init__(self) -> None:
         if self.dim % 2 or self.omega.shape != (self.dim // 2,):
-            found = "none" if self.frequencies is None else tuple(self.frequencies.shape)
-            raise ValueError(f"dim must be even with dim/2 frequencies; got dim={self.dim} and frequencies {found}")
+            shape = "none" if self.frequencies is None else tuple(self.frequencies.shape)
+            raise ValueError(f"dim must be even with dim/2 frequencies; got dim={self.dim} and frequencies {shape}")
         if min(self.eta_r, self.eta_t) <= 0 or self.mu < 0:
             raise ValueError(f"eta_r, eta_t must be > 0 and mu >= 0; got {self.eta_r}, {self.eta_t}, {self.mu}")
 

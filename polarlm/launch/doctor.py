@@ -28,9 +28,9 @@ def add_parser(verbs: Any) -> None:
 def doctor(options: argparse.Namespace) -> int:
     """Print one table; exit code 1 when something that training needs is broken."""
     failed = 0
-    for state, what, found in checks(offline=options.offline):
+    for state, what, answer in checks(offline=options.offline):
         failed += state == "FAILED"
-        print(f"{state:8} {what:24} {found}", flush=True)
+        print(f"{state:8} {what:24} {answer}", flush=True)
     print(f"{failed} broken" if failed else "Everything that training needs works.")
     return 1 if failed else 0
 

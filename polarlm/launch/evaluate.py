@@ -28,14 +28,14 @@ def as_lists(arguments: Sequence[str]) -> list[str]:
     """`checkpoint=a,b` as `checkpoint=['a','b']`: several values of one evaluation, not Hydra's sweep (-m)."""
     if {"-m", "--multirun"} & set(arguments):
         return list(arguments)
-    found = []
+    lists = []
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if key in LISTS and equals and value[:1] not in ("[", "'", '"', ""):
             quoted = [part.replace("\\", "\\\\").replace("'", "\\'") for part in value.split(",")]
             argument = f"{key}=[" + ",".join(f"'{part}'" for part in quoted) + "]"
-        found.append(argument)
-    return found
+        lists.append(argument)
+    return lists
 
 
 def evaluate_run(cfg: DictConfig) -> float:
@@ -72,7 +72,7 @@ def protocol_names(given: Any) -> list[str]:
 
 def find_checkpoints(places: Sequence[str]) -> list[str]:
     """Run folders and weight files as they are; a folder of run folders (a sweep's) gives the runs in it."""
-    found = []
+    checkpoints = []
     for place in places:
         path = Path(place)
         if not path.exists():
@@ -85,10 +85,10 @@ def find_checkpoints(places: Sequence[str]) -> list[str]:
             finished = [p for p in inside if any((p / "checkpoints").glob("*.safetensors"))]
             if not finished:
                 raise UserError(f"{path} holds {len(inside)} runs, but none of them has finished training")
-            found += [str(p) for p in finished]
+            checkpoints += [str(p) for p in finished]
         else:
-            found.append(place)
-    return found
+            checkpoints.append(place)
+    return checkpoints
 
 
 def judge(checkpoint: str, names: Sequence[str], options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -122,7 +122,7 @@ def judge(checkpoint: str, names: Sequence[str], options: dict[str, Any]) -> lis
             "weights": run.weights.name,
             **answer.asked,
         }
-        record = {"protocol": protocol, **answer.found}
+        record = {"protocol": protocol, **answer.numbers}
         write_evaluation(run.folder, record, answer.arrays)
         print("\n".join(lines_of(record)))
         records.append({"run": str(run.folder), **record})

@@ -92,7 +92,7 @@ def varying(jobs: Sequence[Sequence[str]]) -> list[str]:
     for overrides in jobs:
         for text in overrides:
             values.setdefault(key_of(text), set()).add(text)
-    return [key for key, found in values.items() if len(found) > 1] or list(values)[:1]
+    return [key for key, choices in values.items() if len(choices) > 1] or list(values)[:1]
 
 
 def shown(overrides: Sequence[str], varied: Sequence[str]) -> str:

@@ -42,7 +42,7 @@ class Answer:
     """What a protocol found: how exactly it asked, the numbers, and arrays too long for a JSON file."""
 
     asked: dict[str, Any]
-    found: dict[str, Any]
+    numbers: dict[str, Any]
     arrays: dict[str, np.ndarray] | None = field(default=None)
 
 
@@ -116,25 +116,25 @@ def frequency(q: Question) -> Answer:
 def length(q: Question) -> Answer:
     """The run read at multiples of the context it was trained with."""
     factors = [int(factor) for factor in q.options["lengths"]]
-    found = loss_by_length(q.run.model, q.text, factors, mask_documents=q.masked)
-    asked = {"context": found["context"], "stride": found["context"], "tokens": len(q.text.tokens) - 1}
-    return Answer(asked, {"by_length": found})
+    numbers = loss_by_length(q.run.model, q.text, factors, mask_documents=q.masked)
+    asked = {"context": numbers["context"], "stride": numbers["context"], "tokens": len(q.text.tokens) - 1}
+    return Answer(asked, {"by_length": numbers})
 
 
 def corruption(q: Question) -> Answer:
     """Part of what is read replaced: random tokens, exchanged tokens, repeated tokens."""
     kinds, rates = list(q.options["corruptions"]), [float(rate) for rate in q.options["rates"]]
     seed = int(q.options["seed"])
-    found = loss_by_corruption(q.run.model, q.text, kinds, rates, seed=seed, mask_documents=q.masked)
-    return Answer({**_plain(q), "kinds": kinds, "rates": rates, "seed": seed}, {"by_corruption": found})
+    numbers = loss_by_corruption(q.run.model, q.text, kinds, rates, seed=seed, mask_documents=q.masked)
+    return Answer({**_plain(q), "kinds": kinds, "rates": rates, "seed": seed}, {"by_corruption": numbers})
 
 
 def shuffled(q: Question) -> Answer:
     """Negative control: documents with their tokens in random order."""
     bigram = ngram_losses(q.corpus, q.split, tokens=len(q.text.tokens))["bigram"]
     seed = int(q.options["seed"])
-    found = shuffling_control(q.run.model, q.text, bigram, seed=seed, mask_documents=q.masked)
-    return Answer({**_plain(q), "seed": seed}, {"control": found})
+    numbers = shuffling_control(q.run.model, q.text, bigram, seed=seed, mask_documents=q.masked)
+    return Answer({**_plain(q), "seed": seed}, {"control": numbers})
 
 
 def calibrated(q: Question) -> Answer:
@@ -152,8 +152,8 @@ def confidence(q: Question) -> Answer:
 def documents(q: Question) -> Answer:
     """The losses of every document, kept for comparisons of two checkpoints."""
     arrays = losses_of_documents(q.scores, q.text, q.run.tokenizer)
-    found = {"documents": len(arrays["nats"]), "metrics": measure(q.scores.tally(q.text))}
-    return Answer(_plain(q), found, arrays)
+    numbers = {"documents": len(arrays["nats"]), "metrics": measure(q.scores.tally(q.text))}
+    return Answer(_plain(q), numbers, arrays)
 
 
 def rolling(q: Question) -> Answer:

@@ -35,10 +35,10 @@ def metric_lines(summary: dict[str, Any]) -> list[str]:
         for split, name in (("val", "validation"), ("test", "test"))
         if f"{split}/loss" in summary
     }
-    numbers |= {f"{name} baseline": found for name, found in (summary.get("baselines") or {}).items()}
-    shown = [m for m in METRICS if any(found.get(m.name) is not None for found in numbers.values())]
+    numbers |= {f"{name} baseline": values for name, values in (summary.get("baselines") or {}).items()}
+    shown = [m for m in METRICS if any(values.get(m.name) is not None for values in numbers.values())]
     rows = [["", *(metric.short for metric in shown)]]
-    rows += [[name, *(formatted(m.name, found.get(m.name)) for m in shown)] for name, found in numbers.items()]
+    rows += [[name, *(formatted(m.name, values.get(m.name)) for m in shown)] for name, values in numbers.items()]
     widths = [max(len(row[i]) for row in rows) for i in range(len(shown) + 1)]
     return [
         f"  {row[0]:<{widths[0]}}  " + "  ".join(f"{cell:>{w}}" for cell, w in zip(row[1:], widths[1:])) for row in rows

@@ -133,8 +133,8 @@ class Trial:
                         return None, notes
                     losses[rate] = self.loss("search", name)
                 known = {rate: loss for rate, loss in losses.items() if loss is not None}
-                found = ", ".join(f"{r:g} → {v:.4f}" for r, v in known.items())
-                print(f"  {block}, {current.steps} steps: {found or 'no rate gave a finite loss'}", flush=True)
+                tried = ", ".join(f"{r:g} → {v:.4f}" for r, v in known.items())
+                print(f"  {block}, {current.steps} steps: {tried or 'no rate gave a finite loss'}", flush=True)
                 following = next_round(self.plan, current, losses)
                 if following is None:
                     break
@@ -222,14 +222,14 @@ class Trial:
 
     def jobs(self) -> list[dict[str, Any]]:
         """What was done so far; a line that a kill cut off does not count."""
-        found = []
+        planned = []
         if self.progress.exists():
             for line in self.progress.read_text(encoding="utf-8").splitlines():
                 try:
-                    found.append(json.loads(line))
+                    planned.append(json.loads(line))
                 except ValueError:
                     continue
-        return found
+        return planned
 
     def loss(self, phase: str, name: str) -> float | None:
         """The deciding number of a run, None where it has none."""

@@ -33,11 +33,11 @@ def shared_caption(groups: Sequence[Group]) -> str:
 
 def block_caption(groups: Sequence[Group]) -> str:
     """Settings that differ only because each block has its own."""
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for key, values in follows_from_block(groups).items():
         if "." in key and all(not isinstance(v, (dict, list)) for v in values.values()):
-            found.setdefault(short_key(key), ", ".join(f"{block} {show(v)}" for block, v in values.items()))
-    words = [f"{name}: {values}" for name, values in list(found.items())[:6]]
+            settings.setdefault(short_key(key), ", ".join(f"{block} {show(v)}" for block, v in values.items()))
+    words = [f"{name}: {values}" for name, values in list(settings.items())[:6]]
     return f"Each block has its own {'; '.join(words)}." if words else ""
 
 

@@ -63,8 +63,13 @@ def build_payload(
     }
 
 
-def _words(found: Quantity) -> dict[str, Any]:
-    return {"title": found.title, "axis": found.axis, "meaning": found.meaning, "within": found.within_block}
+def _words(quantity: Quantity) -> dict[str, Any]:
+    return {
+        "title": quantity.title,
+        "axis": quantity.axis,
+        "meaning": quantity.meaning,
+        "within": quantity.within_block,
+    }
 
 
 def rounded(value: Any, digits: int = 5) -> Any:
@@ -93,14 +98,14 @@ def _runs(group: Group, points: int, out: Path | None, metric: str) -> list[dict
     edges = bucket_edges(last_step, points)
     validations = [run.metrics.stream("val/loss", "val/bits_per_byte") for run in group.runs]
     every = max(1, -(-max(len(v["step"]) for v in validations) // points))
-    found = []
+    entries = []
     for run, val in zip(group.runs, validations):
         # Evaluations are picked, not averaged; the same ones in every seed, and the last of each.
         rows = np.arange(len(val["step"]))
         picked = {name: column[(rows % every == 0) | (rows == rows.size - 1)] for name, column in val.items()}
         train = thin(run.metrics.stream("train/loss", "train/lr", "train/grad_norm"), edges)
-        found.append(_run(run, train, picked, out, metric))
-    return found
+        entries.append(_run(run, train, picked, out, metric))
+    return entries
 
 
 def _run(
@@ -186,8 +191,8 @@ def _diagnostics(group: Group) -> dict[str, Any] | None:
             history[name].append(None if values is None else values.mean(0))
     shape = {name: final[name]["mean"].shape for name in final}
     kept = {
-        name: np.stack([np.full(shape[name], np.nan) if v is None or v.shape != shape[name] else v for v in found])
-        for name, found in history.items()
+        name: np.stack([np.full(shape[name], np.nan) if v is None or v.shape != shape[name] else v for v in series])
+        for name, series in history.items()
     }
     tokens = [probes[0].tokens for probes in at]
     layers = at[-1][0].layers
@@ -196,33 +201,33 @@ def _diagnostics(group: Group) -> dict[str, Any] | None:
 
 def _stack(probes: Sequence[Probe], name: str) -> np.ndarray | None:
     """(seeds, …) of one quantity, or None when a seed lacks it or has another shape."""
-    found = [p.values.get(name) for p in probes]
-    if any(v is None or v.shape != found[0].shape for v in found):  # type: ignore[union-attr]
+    arrays = [p.values.get(name) for p in probes]
+    if any(v is None or v.shape != arrays[0].shape for v in arrays):  # type: ignore[union-attr]
         return None
-    return np.stack(found)  # type: ignore[arg-type]
+    return np.stack(arrays)  # type: ignore[arg-type]
 
 
 def _fit_history(diagnostics: list[dict[str, Any] | None]) -> None:
     """Round everything, and average trajectories over heads (parameters last) until they fit into the page."""
-    found = [d for d in diagnostics if d]
+    present = [d for d in diagnostics if d]
 
     def size() -> int:
-        return sum(array.size for d in found for array in d["history"].values())
+        return sum(array.size for d in present for array in d["history"].values())
 
     for keep in ("parameters/", None):
         if size() > HISTORY_BUDGET:
-            for d in found:
+            for d in present:
                 for name, array in d["history"].items():
                     if array.ndim == 3 and not (keep and name.startswith(keep)):
                         d["history"][name] = array.mean(-1)
     every = math.ceil(size() / HISTORY_BUDGET)
-    for d in found:
+    for d in present:
         if every > 1:
             rows = sorted({*range(0, len(d["tokens"]), every), len(d["tokens"]) - 1})
             d["tokens"] = [d["tokens"][i] for i in rows]
             d["history"] = {name: array[rows] for name, array in d["history"].items()}
-    many = len(found) > 12
-    for d in found:
+    many = len(present) > 12
+    for d in present:
         d["tokens"] = rounded(d["tokens"], 8)
         d["history"] = {name: rounded(array, 4) for name, array in d["history"].items()}
         d["final"] = {n: {k: rounded(v, 4) for k, v in part.items()} for n, part in d["final"].items()}

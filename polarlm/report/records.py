@@ -33,27 +33,27 @@ class Curve:
     diagonal: bool = False  # draw y = x
 
 
-def _position(found: dict[str, Any]) -> Iterator[Curve]:
-    part = found["by_position"]
+def _position(record: dict[str, Any]) -> Iterator[Curve]:
+    part = record["by_position"]
     yield Curve("position", "Loss by position", part["to"], part["loss"], "tokens read before the target", x_log=True)
 
 
-def _frequency(found: dict[str, Any]) -> Iterator[Curve]:
-    part, label = found["by_frequency"], "times that the target occurs in the training text"
+def _frequency(record: dict[str, Any]) -> Iterator[Curve]:
+    part, label = record["by_frequency"], "times that the target occurs in the training text"
     known = [i for i, most in enumerate(part["to"]) if most and most > 0]
     x, y = ([part[key][i] for i in known] for key in ("to", "loss"))
     yield Curve("frequency", "Loss by frequency of the target", x, y, label, x_log=True)
 
 
-def _length(found: dict[str, Any]) -> Iterator[Curve]:
-    part = found["by_length"]
+def _length(record: dict[str, Any]) -> Iterator[Curve]:
+    part = record["by_length"]
     bits = [metrics.get("bits_per_byte") for metrics in part["metrics"]]
     title = "Bits per byte at lengths beyond the trained one"
     yield Curve("length", title, part["context"], bits, "context (tokens)", "bits per byte", x_log=True)
 
 
-def _corruption(found: dict[str, Any]) -> Iterator[Curve]:
-    part = found["by_corruption"]
+def _corruption(record: dict[str, Any]) -> Iterator[Curve]:
+    part = record["by_corruption"]
     for kind, curves in part.items():
         if isinstance(curves, dict):
             label = f"share of {kind} tokens in the context"
@@ -62,8 +62,8 @@ def _corruption(found: dict[str, Any]) -> Iterator[Curve]:
             )
 
 
-def _calibration(found: dict[str, Any]) -> Iterator[Curve]:
-    part = found["calibration"]["reliability"]
+def _calibration(record: dict[str, Any]) -> Iterator[Curve]:
+    part = record["calibration"]["reliability"]
     x, y = part["probability"], part["frequency"]
     title = "Calibration: how often the most likely token comes"
     yield Curve("calibration", title, x, y, "probability given to it", "how often it came", diagonal=True)
@@ -80,15 +80,15 @@ CURVES: dict[str, Callable[[dict[str, Any]], Iterator[Curve]]] = {
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
     """Every readable record of a run, oldest first."""
-    found = []
+    records = []
     for path in sorted((folder / FOLDER).glob("*.json"), key=lambda p: (p.stat().st_mtime, p.name)):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue  # being written
         if isinstance(record, dict) and isinstance(record.get("protocol"), dict):
-            found.append(record)
-    return found
+            records.append(record)
+    return records
 
 
 def curve_panels(groups: Sequence[Group]) -> list[dict[str, Any]]:
@@ -112,7 +112,7 @@ def curve_panels(groups: Sequence[Group]) -> list[dict[str, Any]]:
 
 def numbers_table(groups: Sequence[Group]) -> Table | None:
     """The metrics of every protocol that gives any, one row per protocol and group; None when nothing was evaluated."""
-    found: dict[tuple[str, int], list[dict[str, float]]] = {}
+    by_group: dict[tuple[str, int], list[dict[str, float]]] = {}
     for index, group in enumerate(groups):
         for run in group.runs:
             newest = {
@@ -121,19 +121,19 @@ def numbers_table(groups: Sequence[Group]) -> Table | None:
                 if isinstance(r.get("metrics"), dict)
             }
             for protocol, metrics in newest.items():
-                found.setdefault((protocol, index), []).append(metrics)
-    if not found:
+                by_group.setdefault((protocol, index), []).append(metrics)
+    if not by_group:
         return None
-    shown = [m for m in METRICS if any(m.name in metrics for rows in found.values() for metrics in rows)]
+    shown = [m for m in METRICS if any(m.name in metrics for rows in by_group.values() for metrics in rows)]
     rows = []
-    for (protocol, index), metrics in sorted(found.items()):
+    for (protocol, index), metrics in sorted(by_group.items()):
         cells = [show_estimate(_over_seeds(m, metrics)) for m in shown]
         rows.append([protocol, groups[index].label, str(len(metrics)), *cells])
     return Table(["protocol", "group", "seeds", *(m.title for m in shown)], rows)
 
 
-def _over_seeds(metric: Metric, found: Sequence[dict[str, float]]) -> Estimate:
-    return estimate_mean([row.get(metric.name) for row in found], log="perplexity" in metric.name)
+def _over_seeds(metric: Metric, by_seed: Sequence[dict[str, float]]) -> Estimate:
+    return estimate_mean([row.get(metric.name) for row in by_seed], log="perplexity" in metric.name)
 
 
 def _curves(record: dict[str, Any]) -> list[Curve]:

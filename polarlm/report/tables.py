@@ -51,9 +51,9 @@ def final_table(judgement: Judgement) -> Table:
 def difference_table(groups: Sequence[Group]) -> Table:
     """In which settings the groups differ: one row per setting, or one row per group when there are many groups."""
     if len(groups) <= MAX_COLUMNS:
-        found = config_differences([group.runs[0] for group in groups])
+        settings = config_differences([group.runs[0] for group in groups])
         # The class of a block repeats the block's name.
-        differences = {key: values for key, values in found.items() if key != "block._target_"}
+        differences = {key: values for key, values in settings.items() if key != "block._target_"}
         if len({group.block for group in groups}) > 1:
             differences = {"block": [group.block for group in groups], **differences}
         return Table(

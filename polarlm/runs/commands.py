@@ -63,8 +63,10 @@ def harness(options: argparse.Namespace) -> int:
     from polarlm.runs.restore import restore_run
 
     run = restore_run(options.folder, options.device)
-    found = run_tasks(run.model, run.tokenizer, options.tasks.split(","), limit=options.limit, include=options.include)
-    for task, numbers in found.items():
+    results = run_tasks(
+        run.model, run.tokenizer, options.tasks.split(","), limit=options.limit, include=options.include
+    )
+    for task, numbers in results.items():
         protocol = {"name": "harness", "data": task, "split": "test", "limit": options.limit}
         protocol |= {"lm_eval": version("lm_eval"), "weights": run.weights.name}
         write_evaluation(run.folder, {"protocol": protocol, "numbers": numbers})

@@ -48,5 +48,5 @@ def read_arrays(folder: Path, record: dict[str, Any]) -> dict[str, np.ndarray]:
     """The arrays of a record, without unpickling anything; empty when it has none."""
     if "arrays" not in record:
         return {}
-    with np.load(folder / FOLDER / record["arrays"], allow_pickle=False) as found:
-        return {name: found[name] for name in found.files}
+    with np.load(folder / FOLDER / record["arrays"], allow_pickle=False) as arrays:
+        return {name: arrays[name] for name in arrays.files}

@@ -53,8 +53,8 @@ def parameter_parts(model: GPT) -> list[tuple[str, int, float]]:
         counts[part] += parameter.numel()
     total = model.parameter_count()
     order = ["embedding", "attention", "scalars of the filter", "feed-forward", "norms", "output"]
-    found = [(part, counts[part], counts[part] / total) for part in order if counts[part]]
-    return [*found, ("total", total, 1.0)]
+    parts = [(part, counts[part], counts[part] / total) for part in order if counts[part]]
+    return [*parts, ("total", total, 1.0)]
 
 
 def flops_parts(model: GPT, context: int) -> list[tuple[str, int]]:
@@ -75,9 +75,9 @@ def step_memory(model: GPT, rows: int) -> list[tuple[str, int]]:
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     elements = model.parameter_count()
     kept = saved_bytes(model, rows)
-    found = [("weights", parameters), ("gradients", parameters), ("optimiser", OPTIMISER_BYTES * elements)]
-    found.append(("activations", kept))
-    return [*found, ("total", sum(size for _, size in found))]
+    parts = [("weights", parameters), ("gradients", parameters), ("optimiser", OPTIMISER_BYTES * elements)]
+    parts.append(("activations", kept))
+    return [*parts, ("total", sum(size for _, size in parts))]
 
 
 def saved_bytes(model: GPT, rows: int) -> int:
@@ -107,13 +107,13 @@ def saved_bytes(model: GPT, rows: int) -> int:
 
 def learned_scalars(model: GPT) -> dict[str, list[list[float]]]:
     """{name: [layer][head]} of ν, η, σ, μ, m∞, α, β … of the blocks that have them."""
-    found: dict[str, list[list[float]]] = {}
+    scalars: dict[str, list[list[float]]] = {}
     for block in model.blocks:
         estimator: Any = getattr(block.mixer, "estimator", None)
         if estimator is not None:
             for name, value in estimator.read().items():
-                found.setdefault(name, []).append(value.detach().reshape(-1).tolist())
-    return found
+                scalars.setdefault(name, []).append(value.detach().reshape(-1).tolist())
+    return scalars
 
 
 def changed_settings(config: dict[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -86,19 +86,19 @@ class Run:
 def find_run_folders(patterns: Iterable[str | os.PathLike[str]]) -> list[Path]:
     """Every run folder that the patterns name or contain, sorted, each once."""
     wanted = [str(p) for p in patterns]
-    found: dict[Path, None] = {}
+    folders: dict[Path, None] = {}
     for pattern in wanted:
         named = [pattern] if os.path.exists(pattern) else glob.glob(os.path.expanduser(pattern))
         for path in sorted(named):
             for folder in _run_folders_below(Path(path), MAX_DEPTH):
-                found[Path(os.path.abspath(folder))] = None
-    if not found:
+                folders[Path(os.path.abspath(folder))] = None
+    if not folders:
         where = ", ".join(wanted) or "(nothing given)"
         raise UserError(
             f"No run folder found in {where}. A run folder holds config.yaml and metrics.jsonl; "
             "train one with `python train.py`, then `python -m polarlm compare runs/*`"
         )
-    return sorted(found, key=lambda p: _natural(str(p)))
+    return sorted(folders, key=lambda p: _natural(str(p)))
 
 
 def read_run(folder: Path, max_probes: int = MAX_PROBES) -> Run:

@@ -94,11 +94,11 @@ class Incidents(pl.Callback):
             z = self.spike(loss)
             if z is not None:
                 what = f"The loss jumped to {loss:.3f} at step {step} ({z:.0f} robust deviations above its median)"
-                found = {"kind": "spike", "step": step, "loss": loss, "z": round(z, 1)}
+                incident = {"kind": "spike", "step": step, "loss": loss, "z": round(z, 1)}
                 if self.policy == "rewind":
-                    return self._act(trainer, found, what)
+                    return self._act(trainer, incident, what)
                 self._tell(trainer, what)
-                self._record(trainer, {**found, "action": "reported"})
+                self._record(trainer, {**incident, "action": "reported"})
         return None
 
     def spike(self, loss: float) -> float | None:
@@ -113,26 +113,26 @@ class Incidents(pl.Callback):
             self._recent.append(loss)
         return z
 
-    def _act(self, trainer: pl.Trainer, found: dict[str, Any], what: str) -> bool | None:
-        past = [i for i in self.incidents() if i["action"] in ("skip", "rewind") and i["step"] != found["step"]]
+    def _act(self, trainer: pl.Trainer, incident: dict[str, Any], what: str) -> bool | None:
+        past = [i for i in self.incidents() if i["action"] in ("skip", "rewind") and i["step"] != incident["step"]]
         if self.policy != "stop" and len(past) >= self.limit:
             raise TrainingDiverged(
                 f"{what}, after {len(past)} other incidents (trainer.max_incidents={self.limit}); "
                 "lower optim.lr, or look at the data of these steps (incidents.json)"
             )
         if self.policy == "stop":
-            self._record(trainer, {**found, "action": "stop"})
+            self._record(trainer, {**incident, "action": "stop"})
             raise TrainingDiverged(
                 f"{what}; lower optim.lr, or continue with trainer.on_nonfinite=skip or rewind from the last checkpoint"
             )
         if self.policy == "skip":
             self._tell(trainer, f"{what}: this update is left out")
-            self._record(trainer, {**found, "action": "skip"})
+            self._record(trainer, {**incident, "action": "skip"})
             return None
         back = max((int(p.stem.rpartition("_")[2]) for p in step_files(self.checkpoints)), default=0)
         skipped = trainer.global_step - back
         self._tell(trainer, f"{what}: back to step {back}, its next {skipped} batches are left out")
-        self._record(trainer, {**found, "action": "rewind", "after_step": back, "skipped_batches": skipped})
+        self._record(trainer, {**incident, "action": "rewind", "after_step": back, "skipped_batches": skipped})
         self.rewound = True
         self.discard()
         trainer.should_stop = True
@@ -178,13 +178,13 @@ def detours(folder: Path) -> list[tuple[int, int]]:
 def where_it_started(model: nn.Module, batches: Iterable[dict[str, Tensor]], device: torch.device) -> str:
     """The first module, in the order of the computation, whose output or gradient is not finite."""
     training = model.training
-    found: list[str] = []
+    places: list[str] = []
     names = {module: name for name, module in model.named_modules() if name.count(".") <= 2 and name}
 
     def look(module: nn.Module, inputs: Any, output: Any) -> None:
         value = output[0] if isinstance(output, tuple) else output
-        if not found and isinstance(value, Tensor) and not bool(torch.isfinite(value).all()):
-            found.append(f"the output of {names[module]}")
+        if not places and isinstance(value, Tensor) and not bool(torch.isfinite(value).all()):
+            places.append(f"the output of {names[module]}")
 
     hooks = [module.register_forward_hook(look) for module in names]
     model.zero_grad(set_to_none=True)
@@ -192,13 +192,13 @@ def where_it_started(model: nn.Module, batches: Iterable[dict[str, Tensor]], dev
         for batch in batches:
             moved = {name: tensor.to(device) for name, tensor in batch.items()}
             loss = model.loss(moved["tokens"], moved["targets"], documents=moved.get("documents"))  # type: ignore[operator]
-            if not found:
+            if not places:
                 loss.backward()
                 # Backwards, the last block comes first: a bad gradient spreads from there to the ones before it.
                 bad = [n for n, p in model.named_parameters() if p.grad is not None and not _finite(p.grad)]
-                found += [f"the gradient of {bad[-1]}"] if bad else []
-            if found:
-                return found[0]
+                places += [f"the gradient of {bad[-1]}"] if bad else []
+            if places:
+                return places[0]
         return "no layer when repeated: the state or the random numbers differ"
     finally:
         for hook in hooks:

@@ -58,14 +58,14 @@ class Probing(pl.Callback):
         batch = {name: tensor.to(module.device) for name, tensor in self.batch.items()}
         with trainer.strategy.precision_plugin.forward_context():
             if trainer.is_global_zero:
-                found = run_probe(module.model, batch["tokens"], batch.get("documents"))
+                result = run_probe(module.model, batch["tokens"], batch.get("documents"))
                 step, tokens = trainer.global_step, trainer.global_step * self.recorder.batch_tokens
                 self.file.path.parent.mkdir(parents=True, exist_ok=True)
-                self.file.log_metrics(found.row(step, tokens))
+                self.file.log_metrics(result.row(step, tokens))
                 for logger in trainer.loggers:
                     if hasattr(logger, "log_probe"):
-                        logger.log_probe(found, step=step, tokens=tokens)
-                scalars = found.scalars()
+                        logger.log_probe(result, step=step, tokens=tokens)
+                scalars = result.scalars()
             elif is_sharded(module.model):
                 with torch.no_grad(), eval_mode(module.model):
                     module.model(batch["tokens"], documents=batch.get("documents"))

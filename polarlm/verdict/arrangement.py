@@ -24,13 +24,13 @@ def choose_baselines(groups: Sequence[Group], wanted: str | None) -> list[Group 
         candidates = [g for g in groups if g.block == groups[0].block]
         if len(candidates) == len(groups):  # an ablation of one block: the block as shipped, else its first variant
             candidates = [g for g in groups if g.is_default][:1] or candidates[:1]
-    found: list[Group | None] = []
+    baselines: list[Group | None] = []
     for group in groups:
         alike = [c for c in candidates if c is group] or [
             c for c in candidates if c.surroundings() == group.surroundings()
         ]
-        found.append(alike[0] if alike else candidates[0] if len(candidates) == 1 else None)
-    return found
+        baselines.append(alike[0] if alike else candidates[0] if len(candidates) == 1 else None)
+    return baselines
 
 
 def ladder(groups: Sequence[Group]) -> list[tuple[int, int]]:
@@ -39,7 +39,7 @@ def ladder(groups: Sequence[Group]) -> list[tuple[int, int]]:
     `groups` are sorted so that a family climbs to the block it is named after. Baselines of the standard family are the
     first rungs where nothing else is on the page.
     """
-    found: list[tuple[int, int]] = []
+    steps: list[tuple[int, int]] = []
     families = list(dict.fromkeys(g.family for g in groups))
     for family in families:
         members = [i for i, g in enumerate(groups) if g.family == family]
@@ -49,5 +49,5 @@ def ladder(groups: Sequence[Group]) -> list[tuple[int, int]]:
         pairs = list(itertools.pairwise(members))
         if all(settings_apart(groups[a], groups[b]) <= 2 for a, b in pairs):
             before = [i for i, g in enumerate(groups) if g.family == "standard"] if len(families) == 2 else []
-            found += [*itertools.pairwise([*before, members[0]]), *pairs]
-    return found
+            steps += [*itertools.pairwise([*before, members[0]]), *pairs]
+    return steps

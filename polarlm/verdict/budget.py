@@ -90,26 +90,26 @@ def match_width(
         middle = (low + high) // 2
         low, high = (middle, high) if cost(middle * multiple) < target else (low, middle)
     best = min((low * multiple, high * multiple), key=lambda width: abs(cost(width) - target))
-    found = Match(best, cost(best), cost(best) / target - 1)
-    if abs(found.gap) > MATCHED_TO:
+    match = Match(best, cost(best), cost(best) / target - 1)
+    if abs(match.gap) > MATCHED_TO:
         raise UserError(
-            f"match={what}: the nearest feed-forward width, {best}, gives {found.cost:.4g} {what} instead of "
-            f"{target:.4g} ({_percent(found.gap)}, allowed are ±{100 * MATCHED_TO:g} %); "
+            f"match={what}: the nearest feed-forward width, {best}, gives {match.cost:.4g} {what} instead of "
+            f"{target:.4g} ({_percent(match.gap)}, allowed are ±{100 * MATCHED_TO:g} %); "
             "widths in finer steps or a larger model would come closer"
         )
-    return found
+    return match
 
 
 def match_steps(seconds_per_step: float, target_seconds: float) -> Match:
     """The number of steps that takes as long as the reference run."""
     steps = max(1, round(target_seconds / seconds_per_step))
-    found = Match(steps, steps * seconds_per_step, steps * seconds_per_step / target_seconds - 1)
-    if abs(found.gap) > MATCHED_TO:
+    match = Match(steps, steps * seconds_per_step, steps * seconds_per_step / target_seconds - 1)
+    if abs(match.gap) > MATCHED_TO:
         raise UserError(
-            f"match=seconds: {steps} steps take {found.cost:.4g} s instead of {target_seconds:.4g} s "
-            f"({_percent(found.gap)}); a reference run of more than {round(1 / MATCHED_TO / 2)} steps can be matched"
+            f"match=seconds: {steps} steps take {match.cost:.4g} s instead of {target_seconds:.4g} s "
+            f"({_percent(match.gap)}); a reference run of more than {round(1 / MATCHED_TO / 2)} steps can be matched"
         )
-    return found
+    return match
 
 
 def _percent(fraction: float) -> str:

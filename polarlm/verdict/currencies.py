@@ -80,7 +80,7 @@ def cost_at(curve: Curve, currency: str, loss: float) -> float | None:
 
 def gains(ours: Mapping[int, Curve], theirs: Mapping[int, Curve], seeds: Sequence[int]) -> list[Gain]:
     """The gain in every currency over paired seeds, weakest first."""
-    found = []
+    results = []
     for currency in CURRENCIES:
         factors = []
         for seed in seeds:
@@ -91,6 +91,6 @@ def gains(ours: Mapping[int, Curve], theirs: Mapping[int, Curve], seeds: Sequenc
             if needed is not None and spent > 0:
                 factors.append(needed / spent)
         if factors:
-            found.append(Gain(currency, estimate_mean(factors, log=True)))
+            results.append(Gain(currency, estimate_mean(factors, log=True)))
     rank = {WORSE: 0, NOT_SHOWN: 1, BETTER: 2}
-    return sorted(found, key=lambda gain: (rank[gain.outcome], gain.factor.mean))
+    return sorted(results, key=lambda gain: (rank[gain.outcome], gain.factor.mean))

@@ -24,9 +24,9 @@ def _settings(group: str, choice: str) -> dict[str, Any]:
     path = CONFIGS / group / f"{choice}.yaml"
     if Path(choice).name != choice or not path.is_file():
         return {}  # a choice of the user's own, or of another version
-    found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    own = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     merged: dict[str, Any] = {}
-    for base in found.pop("defaults", []):
+    for base in own.pop("defaults", []):
         if isinstance(base, str) and base != "_self_":
             merged |= _settings(group, base)
-    return merged | {str(k): v for k, v in found.items()}
+    return merged | {str(k): v for k, v in own.items()}

@@ -33,7 +33,7 @@ def compare_documents(ours: np.ndarray, theirs: np.ndarray, sizes: np.ndarray) -
 
     if np.ptp(differences - total * sizes) == 0:
         return Estimate(total, None, None, len(sizes), "identical documents")
-    found = stats.bootstrap(
+    interval = stats.bootstrap(
         (differences, sizes),
         ratio,
         paired=True,
@@ -43,7 +43,7 @@ def compare_documents(ours: np.ndarray, theirs: np.ndarray, sizes: np.ndarray) -
         confidence_level=CONFIDENCE,
         random_state=np.random.default_rng(0),
     ).confidence_interval
-    return Estimate(total, float(found.low), float(found.high), len(sizes), "document bootstrap")
+    return Estimate(total, float(interval.low), float(interval.high), len(sizes), "document bootstrap")
 
 
 def compare_seeds_and_documents(ours: np.ndarray, theirs: np.ndarray, sizes: np.ndarray) -> Evidence:

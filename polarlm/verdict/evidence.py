@@ -99,7 +99,7 @@ def evidence_of_gap(ours: Sequence[float], theirs: Sequence[float], always_valid
 
 def sign_flip_p(differences: Sequence[float] | np.ndarray) -> float:
     """Two-sided p-value of paired differences without assuming a distribution: under no effect every sign may flip."""
-    found = stats.permutation_test(
+    test = stats.permutation_test(
         (np.asarray(differences, dtype=float),),
         lambda sample, axis: np.mean(sample, axis=axis),
         permutation_type="samples",
@@ -108,7 +108,7 @@ def sign_flip_p(differences: Sequence[float] | np.ndarray) -> float:
         alternative="two-sided",
         random_state=np.random.default_rng(0),
     )
-    return float(found.pvalue)
+    return float(test.pvalue)
 
 
 def is_constant(sample: np.ndarray) -> bool:

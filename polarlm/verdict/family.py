@@ -30,10 +30,10 @@ def adjust(comparisons: Sequence[Comparison], alpha: float = ALPHA) -> list[Comp
     p_equivalent = holm([c.evidence.p_beyond(c.margin) if c.evidence and c.margin else None for c in comparisons])
     tested = [p for p in p_adjusted if p is not None]
     undecided = sum(p >= alpha for p in tested)
-    found = []
+    adjusted = []
     for c, p, equivalent in zip(comparisons, p_adjusted, p_equivalent):
         if p is None or c.evidence is None:
-            found.append(replace(c, family=max(len(tested), 1)))
+            adjusted.append(replace(c, family=max(len(tested), 1)))
             continue
         decided = p < alpha
         level = alpha / (undecided or len(tested))
@@ -42,7 +42,7 @@ def adjust(comparisons: Sequence[Comparison], alpha: float = ALPHA) -> list[Comp
             if undecided:
                 low, high = -math.inf, math.inf
             low, high = (low, min(high, 0.0)) if c.difference.mean < 0 else (max(low, 0.0), high)
-        found.append(
+        adjusted.append(
             replace(
                 c,
                 p_adjusted=p,
@@ -52,4 +52,4 @@ def adjust(comparisons: Sequence[Comparison], alpha: float = ALPHA) -> list[Comp
                 alpha=level if not decided else alpha / len(tested),
             )
         )
-    return found
+    return adjusted

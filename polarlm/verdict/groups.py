@@ -70,10 +70,10 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
             " · ".join([block, *_words({k: v for k, v in settings[block, text].items() if k in said})]),
             block,
             settings[block, text],
-            tuple(sorted(found, key=lambda r: (r.seed, r.name))),
-            all(_is_default(key, value, found[0]) for key, value in settings[block, text].items()),
+            tuple(sorted(runs_of_group, key=lambda r: (r.seed, r.name))),
+            all(_is_default(key, value, runs_of_group[0]) for key, value in settings[block, text].items()),
         )
-        for (block, text), found in members.items()
+        for (block, text), runs_of_group in members.items()
     ]
     order = ("standard", "xsa", "rfa", "polar")
 
@@ -91,16 +91,16 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     return sorted(groups, key=place)
 
 
-def _distinguishing(found: Sequence[tuple[str, dict[str, Any]]]) -> set[str]:
+def _distinguishing(groups: Sequence[tuple[str, dict[str, Any]]]) -> set[str]:
     """The settings that a label must name: those that differ among groups of one block.
 
     A setting that follows from the block (each block's own learning rate) stands once, in the caption.
     """
-    keys = {key for _, varied in found for key in varied}
+    keys = {key for _, varied in groups for key in varied}
     needed = set()
     for key in keys:
         values: dict[str, set[str]] = {}
-        for block, varied in found:
+        for block, varied in groups:
             values.setdefault(block, set()).add(repr(varied.get(key)))
         if any(len(seen) > 1 for seen in values.values()):
             needed.add(key)

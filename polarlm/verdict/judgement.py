@@ -103,7 +103,7 @@ def judge_groups(
         ours, theirs = seed_losses(group, measure), seed_losses(against, measure)
         key = pair_key(group.runs[0], against.runs[0], measure.name)
         n = len({s for s in ours if math.isfinite(ours[s])} & {s for s in theirs if math.isfinite(theirs[s])})
-        found = compare_seeds(
+        result = compare_seeds(
             group.label,
             ours,
             against.label,
@@ -115,7 +115,7 @@ def judge_groups(
         )
         if not planned_seeds or n >= planned_seeds:
             looked[key] = n
-        return found
+        return result
 
     baselines = choose_baselines(groups, baseline)
     budgets = [_budget(group) for group in groups]
@@ -257,7 +257,7 @@ def _budget(group: Group) -> Budget:
 def _curves(group: Group, measure: Measure) -> dict[int, Curve]:
     """The validation curve of each finished seed; the curve's own metric is validation, whatever split is judged."""
     name = f"val/{measure.key}"
-    found = {}
+    curves = {}
     for run in group.runs:
         if run.status != "finished" or name not in run.metrics.columns or not measure.lower_is_better:
             continue
@@ -265,5 +265,5 @@ def _curves(group: Group, measure: Measure) -> dict[int, Curve]:
         losses = np.log(stream[name]) if measure.is_log else stream[name]
         per_token = run.number("flops_per_token")
         flops = stream["tokens"] * per_token if per_token else stream["flops"]
-        found[run.seed] = Curve({"tokens": stream["tokens"], "FLOPs": flops, "seconds": stream["seconds"]}, losses)
-    return found
+        curves[run.seed] = Curve({"tokens": stream["tokens"], "FLOPs": flops, "seconds": stream["seconds"]}, losses)
+    return curves

@@ -54,8 +54,8 @@ class Looks:
 
 def _read(path: Path) -> dict[str, list[int]]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return {str(key): [int(n) for n in numbers] for key, numbers in found.items()}
+        looks = json.loads(path.read_text(encoding="utf-8"))
+        return {str(key): [int(n) for n in numbers] for key, numbers in looks.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}  # absent or damaged: as if nobody had looked; the next look writes it again
 

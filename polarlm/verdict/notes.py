@@ -40,27 +40,27 @@ def notes_about(groups: Sequence[Group], measure: Measure, one_tokenizer: bool) 
 
 def undertrained(runs: Sequence[Run]) -> list[str]:
     """Names of finished runs whose validation loss is above that of the bigram baseline."""
-    found = []
+    names = []
     for run in runs:
         bigram, loss = _baselines(run).get("bigram", {}).get("loss"), run.number("val/loss")
         if run.status == "finished" and bigram and loss and loss > bigram:
-            found.append(run.name)
-    return found
+            names.append(run.name)
+    return names
 
 
 def reference_losses(groups: Sequence[Group], key: str) -> dict[str, float]:
     """What simple predictors (unigram, bigram) reach on validation, where all runs agree about it."""
-    found: dict[str, set[float]] = {}
+    losses: dict[str, set[float]] = {}
     for run in (run for group in groups for run in group.runs):
         for name, numbers in _baselines(run).items():
             if isinstance(numbers.get(key), (int, float)):
-                found.setdefault(name, set()).add(round(float(numbers[key]), 6))
-    return {name: values.pop() for name, values in found.items() if len(values) == 1}
+                losses.setdefault(name, set()).add(round(float(numbers[key]), 6))
+    return {name: values.pop() for name, values in losses.items() if len(values) == 1}
 
 
 def _baselines(run: Run) -> dict[str, dict[str, float]]:
-    found = run.summary.get("baselines")
-    return {str(k): v for k, v in found.items() if isinstance(v, dict)} if isinstance(found, dict) else {}
+    baselines = run.summary.get("baselines")
+    return {str(k): v for k, v in baselines.items() if isinstance(v, dict)} if isinstance(baselines, dict) else {}
 
 
 def _some(names: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ QUESTION = ("data", "split", "corpus", "context", "stride")
 
 def document_sentence(group: Group, against: Group) -> str | None:
     """The difference over documents (and seeds) in bits per byte; None where runs were not asked per document."""
-    ours, theirs = ({run.seed: found for run in g.runs if (found := _losses(run))} for g in (group, against))
+    ours, theirs = ({run.seed: losses for run in g.runs if (losses := _losses(run))} for g in (group, against))
     seeds = sorted(set(ours) & set(theirs))
     questions = {question for side in (ours, theirs) for seed in seeds for question in side[seed]}
     common = [q for q in sorted(questions) if all(q in side[s] for side in (ours, theirs) for s in seeds)]
@@ -49,11 +49,11 @@ def _losses(run: Run) -> dict[str, dict[str, Any]]:
     """question → arrays of losses per document."""
     try:
         records = read_evaluations(run.folder, "documents")
-        found = {}
+        losses = {}
         for record in records:
             arrays = read_arrays(run.folder, record)
             if {"nats", "bytes"} <= set(arrays):
-                found[str([record["protocol"].get(key) for key in QUESTION])] = arrays
-        return found
+                losses[str([record["protocol"].get(key) for key in QUESTION])] = arrays
+        return losses
     except (OSError, ValueError, KeyError, TypeError):
         return {}  # damaged or half-written records say nothing

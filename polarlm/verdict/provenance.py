@@ -48,13 +48,13 @@ def _sizes(corpus: dict[str, Any]) -> str:
 
 
 def _corpus(run: Run) -> dict[str, Any]:
-    found = _json(run.folder / "corpus.json")
-    return found if isinstance(found.get("fingerprint"), str) else {}
+    corpus = _json(run.folder / "corpus.json")
+    return corpus if isinstance(corpus.get("fingerprint"), str) else {}
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}  # a run that recorded none; damaged files are named by the reader of run folders
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

@@ -98,7 +98,7 @@ def turn(vector, speed, time):
 
 def logits(h, i, past, query, k_turned, of, m, p, s):
     """log(w kappa) of every visible key."""
-    found = []
+    values = []
     for j in past:
         decay2 = math.exp(-2 * p["mu"][h] * (i - j))
         magnitude = max(m[j], FLOOR) if s["magnitude"] == "own" else 1.0
@@ -107,23 +107,23 @@ def logits(h, i, past, query, k_turned, of, m, p, s):
         kappa = information / variance
         key = k_turned[j][of[h]]
         if s["kernel"] == "gaussian":
-            found.append(math.log(kappa))
+            values.append(math.log(kappa))
             continue
         kappa_tilde = min(information / (variance + p["eta_tq"][h] ** 2), CAP)
         residual = -2 * query @ key if s["residual_form"] == "dot" else ((query - key) ** 2).sum()
         distance = kappa_tilde * residual / (len(query) / 2)
         if s["kernel"] == "student":
             nu = p["nu_t"][h]
-            found.append(math.log(kappa) - (nu + 1) * math.log(1 + distance / nu))
+            values.append(math.log(kappa) - (nu + 1) * math.log(1 + distance / nu))
         else:
-            found.append(math.log(kappa) - distance / p["tau"][h])
-    return found
+            values.append(math.log(kappa) - distance / p["tau"][h])
+    return values
 
 
-def weigh(found):
+def weigh(logits_of_row):
     """Weights that sum to one, and the logarithm of their sum before: the evidence."""
-    top = max(found)
-    w = [math.exp(z - top) for z in found]
+    top = max(logits_of_row)
+    w = [math.exp(z - top) for z in logits_of_row]
     return [a / sum(w) for a in w], top + math.log(sum(w))
 
 

@@ -44,8 +44,8 @@ def test_rotation_of_low_precision_is_done_in_the_precision_of_the_tables() -> N
 def test_learned_phases_get_their_gradient() -> None:
     cos, sin = (t.requires_grad_() for t in rotary_tables(torch.arange(5), 4, dtype=torch.float64))
     x = torch.randn(1, 2, 5, 4, dtype=torch.float64)
-    found = gradients((rotate(x, cos, sin),), [cos, sin])
-    torch.testing.assert_close(found, gradients((plain_rotate(x, cos, sin),), [cos, sin]))
+    actual = gradients((rotate(x, cos, sin),), [cos, sin])
+    torch.testing.assert_close(actual, gradients((plain_rotate(x, cos, sin),), [cos, sin]))
 
 
 @pytest.mark.parametrize("learned_radius", [False, True])

@@ -202,8 +202,8 @@ def test_rfas_process_noise_tends_to_free_diffusion_as_decay_vanishes():
     mixer(torch.randn(1, 64, WIDTH), TokenContext(rotary_tables(torch.arange(64), SIZE), record=record))
     lag = torch.arange(64).double()
     free = -(0.3**2 + 0.2**2 + 0.1**2 * lag).log()
-    found = record["log_kappa"][0, :, -1].flip(-1).double()
-    gaps = (found - free).abs().amax(-1)
+    actual = record["log_kappa"][0, :, -1].flip(-1).double()
+    gaps = (actual - free).abs().amax(-1)
     assert gaps[0] > 0.5 > gaps[1] > gaps[2] > gaps[3]
     assert gaps[3] < 1e-3
 

@@ -84,7 +84,7 @@ def test_polar_is_the_papers_algorithm(number):
     positions = torch.arange(TOKENS) if documents is None else document_positions(documents)
     rotary = rotary_tables(positions, mixer.rotary_dim, shape.rope_base, dtype=torch.float64)
     with torch.no_grad():
-        found = mixer(x, TokenContext(rotary, documents, positions=positions)).numpy()
+        actual = mixer(x, TokenContext(rotary, documents, positions=positions)).numpy()
 
     weights = {name.removesuffix(".weight"): value.numpy() for name, value in mixer.state_dict().items()}
     weights["log_frequency"] = weights.get("frequencies.log_frequency")
@@ -94,4 +94,4 @@ def test_polar_is_the_papers_algorithm(number):
         expected = polar_attention(
             x[row].numpy(), weights, scalars, switches, heads=HEADS, groups=other["groups"], base=100.0, documents=ids
         )
-        np.testing.assert_allclose(found[row], expected, rtol=1e-8, atol=1e-10 * np.abs(expected).max())
+        np.testing.assert_allclose(actual[row], expected, rtol=1e-8, atol=1e-10 * np.abs(expected).max())

@@ -19,8 +19,8 @@ EXAMPLE = re.compile(r"^`([\w./]+)`(?: \((new)\)|, (before) `(.+?)`|, (at the en
 
 def examples(section: str) -> list[tuple[str, str, str | None, str]]:
     """(file, new | before | at the end, text to stand before, code) of every block of a section."""
-    found = EXAMPLE.findall(SECTIONS[section])
-    return [(file, new or before or end, anchor or None, code) for file, new, before, anchor, end, code in found]
+    matches = EXAMPLE.findall(SECTIONS[section])
+    return [(file, new or before or end, anchor or None, code) for file, new, before, anchor, end, code in matches]
 
 
 def apply(tree: Path, file: str, how: str, anchor: str | None, code: str) -> None:

@@ -37,15 +37,15 @@ def test_equal_weights_give_equal_losses_step_by_step():
     losses = []
     for model in (standard, polar):
         optimiser = adamw(model, lr=3e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.5, estimator_lr_factor=0.5)
-        generator, found = torch.Generator().manual_seed(1), []
+        generator, curve = torch.Generator().manual_seed(1), []
         for _ in range(STEPS):  # few of the words occur, so that there is something to learn
             text = torch.randint(0, VOCAB, (4, 33), generator=generator) // 7
             loss = model.loss(text[:, :-1], text[:, 1:])
             optimiser.zero_grad()
             loss.backward()
             optimiser.step()
-            found.append(loss.detach())
-        losses.append(torch.stack(found))
+            curve.append(loss.detach())
+        losses.append(torch.stack(curve))
     assert losses[0][0] - losses[0][-1] > 0.5
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=0)
 

@@ -97,8 +97,8 @@ def mean_lag(s):
 
 
 def removed_share(s):
-    found = s.alpha * s.estimate
-    removed = ((found - s.update) ** 2).sum((0, 1, 3)) / (found**2).sum((0, 1, 3))
+    projection = s.alpha * s.estimate
+    removed = ((projection - s.update) ** 2).sum((0, 1, 3)) / (projection**2).sum((0, 1, 3))
     return removed if removed.max() > 0 else None
 
 
@@ -201,19 +201,19 @@ def expected_values(layers, loss):
     """{name: [layer] or [layer][head]} of everything a probe of this forward pass must hold."""
     for s in layers:
         s.loss = loss
-    found = {name: [formula(s) for s in layers] for name, formula in LAYERS.items()}
-    found = {name: values for name, values in found.items() if values[0] is not None}
+    values_by_name = {name: [formula(s) for s in layers] for name, formula in LAYERS.items()}
+    values_by_name = {name: values for name, values in values_by_name.items() if values[0] is not None}
     for name in layers[0].p:
-        found[f"parameters/{RFA_NAMES.get(name, name)}"] = [s.p[name] for s in layers]
+        values_by_name[f"parameters/{RFA_NAMES.get(name, name)}"] = [s.p[name] for s in layers]
     stream = [s.z for s in layers] + [layers[-1].out]
-    return found | {name: [formula(z) for z in stream] for name, formula in DEPTHS.items()}
+    return values_by_name | {name: [formula(z) for z in stream] for name, formula in DEPTHS.items()}
 
 
 def expected_profiles(layers):
     """{name: [layer][head][lag]}: means over the pairs at each lag."""
-    found = {}
+    profiles = {}
     for name, pairs in PROFILES.items():
         if not np.isnan(getattr(layers[0], pairs)).all():
             diagonals = [[of_queries(np.diagonal(getattr(s, pairs), -lag, 2, 3)) for lag in LAGS] for s in layers]
-            found[name] = np.moveaxis(np.array(diagonals), 1, 2)
-    return found
+            profiles[name] = np.moveaxis(np.array(diagonals), 1, 2)
+    return profiles

@@ -44,9 +44,9 @@ def attend(mixer, x, base):
         past = range(i + 1)
         query = turned(q[b, i, h], i, base)
         rows = [logit(mixer, p, h, query, turned(k[b, j, h // group], j, base), m[b, j], i - j) for j in past]
-        found = {name: np.array([row[name] for row in rows]) for name in rows[0]}
-        evidence = np.log(np.exp(found["logit"]).sum())
-        a = np.exp(found["logit"] - evidence)
+        columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+        evidence = np.log(np.exp(columns["logit"]).sum())
+        a = np.exp(columns["logit"] - evidence)
         # The others' values as this token sees them: turned into its frame where the block transports values.
         others = np.stack([turned(v[b, j, h], j - i, base) if mixer.rotate_values else v[b, j, h] for j in past])
         decay = np.array([math.exp(-p["mu"][h] * (i - j)) if decays(mixer) else 1.0 for j in past])
@@ -55,8 +55,8 @@ def attend(mixer, x, base):
         seen.A[b, h, i, : i + 1] = a
         seen.distance[b, h, i, : i + 1] = np.linalg.norm(unit(v[b, i, h]) - unit(others), axis=-1)
         for name in ("log_kappa", "log_kappa_tilde", "w"):
-            if name in found:
-                getattr(seen, name)[b, h, i, : i + 1] = found[name]
+            if name in columns:
+                getattr(seen, name)[b, h, i, : i + 1] = columns[name]
     seen.m = m
     seen.direction = joined(v) / rms(joined(v))[..., None]
     seen.alpha = p.get("alpha", 1.0)
@@ -134,11 +134,11 @@ def scalars(mixer):
     """The filter's numbers: softplus of what is learned."""
     if isinstance(mixer, StandardAttention):
         return {}
-    found = {}
+    values = {}
     for name, parameter in mixer.estimator.items():
         value = np.where(parameter.live.numpy(), np.log1p(np.exp(double(parameter.raw))), 0.0)
-        found[name] = value.reshape(tuple(parameter.shape))
-    return found
+        values[name] = value.reshape(tuple(parameter.shape))
+    return values
 
 
 def decays(mixer):

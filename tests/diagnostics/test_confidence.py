@@ -18,7 +18,7 @@ def test_correlations_are_those_of_the_records():
     with torch.no_grad():
         model.embedding.weight.normal_(std=0.5)
     tokens = np.random.default_rng(0).integers(30, size=81)
-    found = confidence(model, Text(tokens, np.array([0]), TextSize(81, 81, 81, 9)))
+    result = confidence(model, Text(tokens, np.array([0]), TextSize(81, 81, 81, 9)))
 
     loss, entropy, evidence, magnitude = [], [], [], []
     for begin in range(0, 80, 8):
@@ -29,10 +29,10 @@ def test_correlations_are_those_of_the_records():
         entropy += (-(logp.exp() * logp).sum(-1)).tolist()
         evidence += record[1]["log_evidence"][0].mean(0).tolist()
         magnitude += record[1]["magnitude"][0].log().tolist()
-    assert found["targets"] == 80
+    assert result["targets"] == 80
     for name, values in (("magnitude", magnitude), ("log_evidence", evidence)):
         for outcome, other in (("loss", loss), ("entropy", entropy)):
-            got = found[f"{name}_{outcome}"]
+            got = result[f"{name}_{outcome}"]
             assert got["pearson"][1] == pytest.approx(stats.pearsonr(values, other).statistic, abs=1e-4)
             assert got["spearman"][1] == pytest.approx(stats.spearmanr(values, other).statistic, abs=5e-3)
 

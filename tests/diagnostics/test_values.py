@@ -47,11 +47,11 @@ def case(request):
     return run_probe(model, tokens), expected_values(layers, loss), expected_profiles(layers), layers
 
 
-def errors(found, wanted):
+def errors(actual, wanted):
     """Largest error of every name, relative to what is wanted (to 0.01 when that is smaller)."""
     off = {}
     for name, value in wanted.items():
-        value, seen = np.asarray(value, float), np.asarray(found[name], float)
+        value, seen = np.asarray(value, float), np.asarray(actual[name], float)
         assert seen.shape == value.shape, name
         off[name] = float((np.abs(seen - value) / np.maximum(0.01, np.abs(value))).max())
     return off
@@ -75,8 +75,8 @@ def test_every_value_agrees(case):
 def test_every_lag_profile_agrees(case):
     probe, _, profiles, _ = case
     assert all(profile["x"] == list(LAGS) for profile in probe.profiles.values())
-    found = {name: profile["y"] for name, profile in probe.profiles.items()}
-    assert beyond(errors(found, profiles)) == {}
+    actual = {name: profile["y"] for name, profile in probe.profiles.items()}
+    assert beyond(errors(actual, profiles)) == {}
 
 
 def test_every_histogram_agrees(case):
@@ -88,10 +88,10 @@ def test_every_histogram_agrees(case):
     }
     assert set(probe.histograms) == set(samples)
     for name, wanted in samples.items():
-        for found, sample in zip(probe.histograms[name], wanted, strict=True):
-            counts, edges = np.histogram(sample, bins=len(found.counts))
-            assert found.counts == counts.tolist(), name
-            assert beyond(errors({name: found.edges}, {name: edges})) == {}
+        for actual, sample in zip(probe.histograms[name], wanted, strict=True):
+            counts, edges = np.histogram(sample, bins=len(actual.counts))
+            assert actual.counts == counts.tolist(), name
+            assert beyond(errors({name: actual.edges}, {name: edges})) == {}
 
 
 @pytest.mark.parametrize("block", ["standard", "xsa", "rfa", "polar"])

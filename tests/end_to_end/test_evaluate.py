@@ -70,9 +70,9 @@ def test_another_corpus_is_cut_by_the_runs_own_tokenizer(workshop):
         "out=other.json",
     )  # fmt: skip
     assert done.code == 0, done.out
-    found = json.loads((workshop.folder / "other.json").read_text())
-    assert found["protocol"]["data"] == "text" and found["protocol"]["tokens"] == pytest.approx(4400, abs=100)
-    assert found["val/loss"] > workshop.summary("done")["val/loss"]
+    result = json.loads((workshop.folder / "other.json").read_text())
+    assert result["protocol"]["data"] == "text" and result["protocol"]["tokens"] == pytest.approx(4400, abs=100)
+    assert result["val/loss"] > workshop.summary("done")["val/loss"]
 
 
 @pytest.mark.parametrize(

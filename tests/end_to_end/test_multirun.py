@@ -8,15 +8,17 @@ pytestmark = pytest.mark.slow
 def test_a_sweep_makes_one_finished_run_per_job_and_nothing_leaks_between_them(workshop):
     done = workshop.train("-m", "block=standard,polar", "seed=1,2", "group=pair", "trainer.max_steps=8")
     assert done.code == 0, done.out
-    found = [p for p in (workshop.folder / "runs").glob("*-seed*") if p.is_dir()]
-    assert len(found) == 4
-    for folder in found:
+    folders = [p for p in (workshop.folder / "runs").glob("*-seed*") if p.is_dir()]
+    assert len(folders) == 4
+    for folder in folders:
         summary = workshop.summary(folder.name)
         assert summary["status"] == "finished" and summary["group"] == "pair"
     assert "4 finished, 0 failed" in done.out
     # The last job of the sweep equals the same run on its own: no seed, cache or logger leaked into it.
     last = next(
-        p.name for p in found if workshop.summary(p.name)["block"] == "polar" and workshop.summary(p.name)["seed"] == 2
+        p.name
+        for p in folders
+        if workshop.summary(p.name)["block"] == "polar" and workshop.summary(p.name)["seed"] == 2
     )
     assert workshop.train("block=polar", "seed=2", "name=alone", "trainer.max_steps=8").code == 0
     assert workshop.weights("alone") == workshop.weights(last)

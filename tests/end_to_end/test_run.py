@@ -64,13 +64,13 @@ def test_the_final_table_names_loss_baselines_folder_picture_and_sample(workshop
 def test_evaluation_reproduces_the_runs_numbers_exactly_from_its_folder(workshop):
     for where in ("runs/done", "runs/done/checkpoints/last.ckpt"):
         done = workshop.run(
-            "eval.py", f"checkpoint={workshop.folder}/{where}", f"cache_dir={workshop.folder}/cache", "out=found.json"
+            "eval.py", f"checkpoint={workshop.folder}/{where}", f"cache_dir={workshop.folder}/cache", "out=again.json"
         )
         assert done.code == 0, done.out
-        found = json.loads((workshop.folder / "found.json").read_text())
-        assert found["val/loss"] == workshop.summary("done")["val/loss"]
-        assert found["val/bits_per_byte"] == workshop.summary("done")["val/bits_per_byte"]
-        assert found["protocol"]["context"] == 32
+        result = json.loads((workshop.folder / "again.json").read_text())
+        assert result["val/loss"] == workshop.summary("done")["val/loss"]
+        assert result["val/bits_per_byte"] == workshop.summary("done")["val/bits_per_byte"]
+        assert result["protocol"]["context"] == 32
 
 
 def test_generation_continues_a_prompt_and_repeats_with_its_seed(workshop):

@@ -50,39 +50,39 @@ def test_likelihoods_equal_a_pass_per_token_whatever_stands_beside_them(model):
     texts = [("", "abc"), ("a", "b"), ("Some words ", "more"), ("x" * 20, "yz" * 15)]
     pairs = [encode_pair(TOKENIZER, *text) for text in texts]
     assert pairs[0][0] == [256] and pairs[2] == (list(b"Some words"), list(b" more"))
-    for pair, found in zip(pairs, likelihoods(model, pairs)):
+    for pair, result in zip(pairs, likelihoods(model, pairs)):
         nats, greedy = by_hand(model, *pair)
-        assert found.nats == pytest.approx(nats, abs=1e-4) and found.greedy == greedy
+        assert result.nats == pytest.approx(nats, abs=1e-4) and result.greedy == greedy
     best = int(model(torch.tensor([[65]]))[0, -1].argmax())
     assert likelihoods(model, [([65], [best])])[0].greedy
 
 
 def test_what_is_too_long_loses_its_beginning(model):
-    (found,) = likelihoods(model, [(list(range(100)), [5, 6])])
-    assert found.nats == pytest.approx(by_hand(model, list(range(100))[-63:], [5, 6])[0], abs=1e-4)
+    (result,) = likelihoods(model, [(list(range(100)), [5, 6])])
+    assert result.nats == pytest.approx(by_hand(model, list(range(100))[-63:], [5, 6])[0], abs=1e-4)
 
 
 def test_in_a_minimal_pair_a_tie_is_wrong(model):
-    found = blimp(model, TOKENIZER, PAIRS)
+    result = blimp(model, TOKENIZER, PAIRS)
     right = [
         by_hand(model, [256], row["sentence_good"].encode())[0] > by_hand(model, [256], row["sentence_bad"].encode())[0]
         for row in PAIRS[:2]
     ]
-    assert found["accuracy"] == pytest.approx(sum(right) / 3)
-    assert dict(zip(*found["paradigms"].values())) == {"agreement": sum(right) / 2, "tie": 0.0}
+    assert result["accuracy"] == pytest.approx(sum(right) / 3)
+    assert dict(zip(*result["paradigms"].values())) == {"agreement": sum(right) / 2, "tie": 0.0}
 
 
 def test_the_last_word_is_scored_with_its_space(model):
-    found = lambada(model, TOKENIZER, PASSAGES)
+    result = lambada(model, TOKENIZER, PASSAGES)
     cut = [passage["text"].rpartition(" ") for passage in PASSAGES]
     nats = [by_hand(model, before.encode(), f" {word}".encode()) for before, _, word in cut]
-    assert found["target_log_likelihood"] == pytest.approx(sum(n for n, _ in nats) / 2, abs=1e-4)
-    assert found["accuracy"] == sum(greedy for _, greedy in nats) / 2
+    assert result["target_log_likelihood"] == pytest.approx(sum(n for n, _ in nats) / 2, abs=1e-4)
+    assert result["accuracy"] == sum(greedy for _, greedy in nats) / 2
 
 
 def test_rolling_windows_score_every_token_once():
-    found = list(rolling_windows(list(range(10)), 99, 4))
-    assert found == [([99], [0, 1, 2, 3]), ([3], [4, 5, 6, 7]), ([5, 6, 7], [8, 9])]
+    result = list(rolling_windows(list(range(10)), 99, 4))
+    assert result == [([99], [0, 1, 2, 3]), ([3], [4, 5, 6, 7]), ([5, 6, 7], [8, 9])]
 
 
 def test_local_files_are_found_or_named(monkeypatch, tmp_path):
@@ -120,11 +120,11 @@ def test_the_harness_finds_the_same_numbers(model, monkeypatch, tmp_path):
         "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}, {"metric": "byte_perplexity"}],
     }  # fmt: skip
     (tmp_path / "own" / "pages.yaml").write_text(yaml.safe_dump(task))
-    found = run_tasks(model, TOKENIZER, ["blimp", "lambada", "pages"], include=tmp_path / "own")
-    assert found["blimp"]["acc"] == pytest.approx(blimp(model, TOKENIZER, PAIRS)["accuracy"])
+    result = run_tasks(model, TOKENIZER, ["blimp", "lambada", "pages"], include=tmp_path / "own")
+    assert result["blimp"]["acc"] == pytest.approx(blimp(model, TOKENIZER, PAIRS)["accuracy"])
     ours = lambada(model, TOKENIZER, PASSAGES)
-    assert found["lambada"]["acc"] == ours["accuracy"]
-    assert found["lambada"]["perplexity"] == pytest.approx(ours["target_perplexity"], rel=1e-4)
+    assert result["lambada"]["acc"] == ours["accuracy"]
+    assert result["lambada"]["perplexity"] == pytest.approx(ours["target_perplexity"], rel=1e-4)
     nats = 0.0
     for page in pages:
         ids = list(page.encode())
@@ -133,12 +133,12 @@ def test_the_harness_finds_the_same_numbers(model, monkeypatch, tmp_path):
     size = len("".join(pages).encode())
     words = sum(len(re.split(r"\s+", page)) for page in pages)
     metrics = measure(Tally(nats=nats, targets=size, text=TextSize(size, size, size, words)))
-    assert found["pages"]["bits_per_byte"] == pytest.approx(metrics["bits_per_byte"], rel=1e-5)
-    assert found["pages"]["word_perplexity"] == pytest.approx(metrics["word_perplexity"], rel=1e-4)
-    assert math.log2(found["pages"]["byte_perplexity"]) == pytest.approx(metrics["bits_per_byte"], rel=1e-5)
+    assert result["pages"]["bits_per_byte"] == pytest.approx(metrics["bits_per_byte"], rel=1e-5)
+    assert result["pages"]["word_perplexity"] == pytest.approx(metrics["word_perplexity"], rel=1e-4)
+    assert math.log2(result["pages"]["byte_perplexity"]) == pytest.approx(metrics["bits_per_byte"], rel=1e-5)
     # And our own protocol, on the same pages as documents of a text.
     tokens = np.frombuffer("".join(pages).encode(), np.uint8).astype(np.int64)
     starts = np.array([0, len(pages[0].encode())])
     rolled = measure(roll_documents(model, Text(tokens, starts, TextSize(size, size, size, words)), TOKENIZER))
-    assert rolled["bits_per_byte"] == pytest.approx(found["pages"]["bits_per_byte"], rel=1e-5)
-    assert rolled["word_perplexity"] == pytest.approx(found["pages"]["word_perplexity"], rel=1e-4)
+    assert rolled["bits_per_byte"] == pytest.approx(result["pages"]["bits_per_byte"], rel=1e-5)
+    assert rolled["word_perplexity"] == pytest.approx(result["pages"]["word_perplexity"], rel=1e-4)

@@ -22,13 +22,13 @@ COIN = Tally(nats=8 * math.log(2), targets=8, correct=6, text=TextSize(tokens=9,
 
 
 def test_a_fair_coin_per_token_costs_what_it_must_in_every_unit():
-    found = measure(COIN)
-    assert found["loss"] == pytest.approx(0.6931471805599453)
-    assert found["perplexity"] == pytest.approx(2.0)
-    assert found["bits_per_byte"] == pytest.approx(0.5)  # one bit per token, two bytes per token: no ln 2 is left over
-    assert found["word_perplexity"] == pytest.approx(2.0**3)  # three tokens per word
-    assert found["character_perplexity"] == pytest.approx(2.0**0.75)
-    assert found["accuracy"] == pytest.approx(0.75)
+    values = measure(COIN)
+    assert values["loss"] == pytest.approx(0.6931471805599453)
+    assert values["perplexity"] == pytest.approx(2.0)
+    assert values["bits_per_byte"] == pytest.approx(0.5)  # one bit per token, two bytes per token: no ln 2 is left over
+    assert values["word_perplexity"] == pytest.approx(2.0**3)  # three tokens per word
+    assert values["character_perplexity"] == pytest.approx(2.0**0.75)
+    assert values["accuracy"] == pytest.approx(0.75)
 
 
 def test_bits_per_byte_is_the_size_of_an_ideal_code_for_the_text():

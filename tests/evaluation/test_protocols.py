@@ -40,7 +40,7 @@ def log_probabilities(model, tokens):
 
 def naive(model, text, context, stride):
     """[(place, tokens before it, nats, entropy, correct)], straight from the definition of a sliding window."""
-    found = []
+    result = []
     for place in range(1, len(text.tokens)):
         # The first window that reaches this token: window k reads [k stride, k stride + context).
         number = max(0, math.ceil((place - context) / stride))
@@ -49,8 +49,8 @@ def naive(model, text, context, stride):
         target = int(text.tokens[place])
         others = torch.cat([logp[:target], logp[target + 1 :]]).max()
         entropy = float(-(logp.exp() * logp).sum())
-        found.append((place, place - begin, -float(logp[target]), entropy, bool(logp[target] > others)))
-    return [np.array(column) for column in zip(*found)]
+        result.append((place, place - begin, -float(logp[target]), entropy, bool(logp[target] > others)))
+    return [np.array(column) for column in zip(*result)]
 
 
 @pytest.mark.parametrize("stride", [1, 5, 8, 16])
@@ -106,9 +106,9 @@ def test_loss_by_frequency_sorts_targets_by_their_count_in_the_training_text(mod
 
 
 def test_length_reads_the_same_targets_in_longer_windows(model, text):
-    found = loss_by_length(model, text, [1, 2, 4, 64])
-    assert found["factor"] == [1, 2, 4]  # 64 × 16 is longer than the text
-    for context, metrics in zip(found["context"], found["metrics"]):
+    result = loss_by_length(model, text, [1, 2, 4, 64])
+    assert result["factor"] == [1, 2, 4]  # 64 × 16 is longer than the text
+    for context, metrics in zip(result["context"], result["metrics"]):
         _, _, nats, _, _ = naive(model, text, context, context)
         assert metrics["loss"] == pytest.approx(nats.mean(), abs=2e-5)
 
@@ -128,10 +128,10 @@ def test_corruption_changes_what_is_read_at_the_rate_asked_for(text, kind):
 
 
 def test_the_loss_under_corruption_is_that_of_true_targets_after_wrong_tokens(model, text):
-    found = loss_by_corruption(model, text, ["random"], [0.0, 0.4], seed=3)
+    result = loss_by_corruption(model, text, ["random"], [0.0, 0.4], seed=3)
     plain = score_text(model, text)
-    assert found["random"]["loss"][0] == pytest.approx(plain.nats.mean())
-    assert found["random"]["loss_after_clean_token"][0] == pytest.approx(plain.nats.mean())
+    assert result["random"]["loss"][0] == pytest.approx(plain.nats.mean())
+    assert result["random"]["loss_after_clean_token"][0] == pytest.approx(plain.nats.mean())
     corrupt = corruption("random", 0.4, text, 3)
     nats, clean = [], []
     for begin, _, end in window_spans(len(text.tokens), CONTEXT, CONTEXT):
@@ -139,8 +139,8 @@ def test_the_loss_under_corruption_is_that_of_true_targets_after_wrong_tokens(mo
         for index in range(len(read)):
             nats.append(-float(log_probabilities(model, read[: index + 1])[text.tokens[begin + index + 1]]))
             clean.append(read[index] == text.tokens[begin + index])
-    assert found["random"]["loss"][1] == pytest.approx(np.mean(nats), abs=2e-5)
-    assert found["random"]["loss_after_clean_token"][1] == pytest.approx(np.mean(np.array(nats)[clean]), abs=2e-5)
+    assert result["random"]["loss"][1] == pytest.approx(np.mean(nats), abs=2e-5)
+    assert result["random"]["loss_after_clean_token"][1] == pytest.approx(np.mean(np.array(nats)[clean]), abs=2e-5)
 
 
 def test_shuffled_documents_keep_their_tokens_and_the_control_says_whether_the_gain_is_gone(model, text):
@@ -154,7 +154,7 @@ def test_shuffled_documents_keep_their_tokens_and_the_control_says_whether_the_g
 
 
 def test_calibration_equals_a_count_by_hand(model, text):
-    found = calibration(model, text)
+    result = calibration(model, text)
     predictions, top = [], []
     for place in range(1, len(text.tokens)):
         begin = (place - 1) // CONTEXT * CONTEXT
@@ -171,10 +171,10 @@ def test_calibration_equals_a_count_by_hand(model, text):
             gaps[np.searchsorted(edges, p)] += hit - p
         return np.abs(gaps).sum() / targets
 
-    assert found["ece"] == pytest.approx(error(top, np.arange(1, 15) / 15), abs=1e-4)
-    assert found["full_ece"] == pytest.approx(error(predictions, 10.0 ** (np.arange(-32, 1) / 4)), abs=1e-3)
-    assert sum(found["reliability_full"]["predictions"]) == targets * 257
-    assert found["confidence"] == pytest.approx(np.mean([p for p, _ in top]), abs=1e-5)
+    assert result["ece"] == pytest.approx(error(top, np.arange(1, 15) / 15), abs=1e-4)
+    assert result["full_ece"] == pytest.approx(error(predictions, 10.0 ** (np.arange(-32, 1) / 4)), abs=1e-3)
+    assert sum(result["reliability_full"]["predictions"]) == targets * 257
+    assert result["confidence"] == pytest.approx(np.mean([p for p, _ in top]), abs=1e-5)
 
 
 def test_a_calibrated_coin_has_no_error_and_an_overconfident_one_has():
@@ -189,10 +189,10 @@ def test_the_losses_of_documents_add_up_to_the_texts(model, text):
     from polarlm.data.tokenizers.tokenizer import ByteTokenizer
 
     scores = score_text(model, text)
-    found = losses_of_documents(scores, text, ByteTokenizer())
-    assert len(found["nats"]) == len(text.starts)
-    assert found["nats"].sum() == pytest.approx(scores.nats.sum())
-    assert found["targets"].sum() == len(scores.nats) and found["tokens"].sum() == len(text.tokens)
+    result = losses_of_documents(scores, text, ByteTokenizer())
+    assert len(result["nats"]) == len(text.starts)
+    assert result["nats"].sum() == pytest.approx(scores.nats.sum())
+    assert result["targets"].sum() == len(scores.nats) and result["tokens"].sum() == len(text.tokens)
     second = scores.places >= text.starts[1]
-    assert found["nats"][1] == pytest.approx(scores.nats[second].sum())
-    assert found["bytes"].sum() == pytest.approx(text.size.bytes, abs=3)
+    assert result["nats"][1] == pytest.approx(scores.nats[second].sum())
+    assert result["bytes"].sum() == pytest.approx(text.size.bytes, abs=3)

@@ -77,9 +77,9 @@ def finish_and_compare(workshop, runs: str, expected: dict, history: list[str]) 
     process = workshop.start(runs)
     process.join()
     assert process.exitcode == 0, f"{history}\n{workshop.told(runs)}"
-    found = outcome(workshop.folder(runs))
+    actual = outcome(workshop.folder(runs))
     for what in expected:
-        assert found[what] == expected[what], (what, history)
+        assert actual[what] == expected[what], (what, history)
     assert [p.name for p in (workshop.place / runs).iterdir() if not p.name.startswith(".")] == ["killed"], history
 
 

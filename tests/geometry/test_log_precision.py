@@ -40,8 +40,8 @@ def test_k7_log_domain_equals_the_printed_formulas(seed):
 def test_process_noise_term_is_appendix_a(seed):
     mu, eta2, sigma02, sigma2 = positive(seed, 4).tolist()
     expected = -isotropic_variance(LAG, mu, sigma2, eta2, sigma02).log()
-    found = log_kappa(None, LAG, mu=mu, eta_k2=eta2, sigma02=sigma02, process2=sigma2 / (2 * mu))
-    torch.testing.assert_close(found, expected)
+    actual = log_kappa(None, LAG, mu=mu, eta_k2=eta2, sigma02=sigma02, process2=sigma2 / (2 * mu))
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -109,11 +109,11 @@ def test_u3_query_uncertainty_is_added_angular_variance(seed):
     m, lag, prior, c = positive(seed, 5), torch.arange(5.0, dtype=torch.float64), normal(seed + 1), positive(seed + 2)
     noise = dict(mu=0.1, eta_k2=0.3, sigma02=0.1)
     tilde = log_kappa_tilde(m, lag, eta_q2=0.2, **noise)
-    found = log_kappa_tilde_of_uncertain_query(tilde, prior, c)
-    torch.testing.assert_close((-found).exp(), (-tilde).exp() + c / prior.exp())
+    actual = log_kappa_tilde_of_uncertain_query(tilde, prior, c)
+    torch.testing.assert_close((-actual).exp(), (-tilde).exp() + c / prior.exp())
     m2 = (m * torch.exp(-0.1 * lag)) ** 2  # the transported magnitude, squared
-    torch.testing.assert_close(found, log_kappa_tilde(m, lag, eta_q2=0.2 + c * m2 / prior.exp(), **noise))
+    torch.testing.assert_close(actual, log_kappa_tilde(m, lag, eta_q2=0.2 + c * m2 / prior.exp(), **noise))
     literal = log_kappa_tilde(m, lag, eta_q2=0.2 + c / prior.exp(), **noise)
-    assert (found - literal).abs().max() > 1e-3  # E33: as printed it is another quantity unless m = 1
+    assert (actual - literal).abs().max() > 1e-3  # E33: as printed it is another quantity unless m = 1
     torch.testing.assert_close(log_kappa_tilde_of_uncertain_query(tilde, prior, 0.0), tilde)
-    assert (found < tilde).all() and math.isfinite(found.sum())
+    assert (actual < tilde).all() and math.isfinite(actual.sum())

@@ -37,11 +37,11 @@ def branch(name: str, width: int) -> dict[str, float]:
 @pytest.mark.parametrize("width", [64, 128, 256, 1024])
 @pytest.mark.parametrize("name", TRAINABLE)
 def test_every_attention_branch_starts_at_the_same_scale(name, width):
-    found, standard = branch(name, width), branch("standard", width)
-    assert found["values"] == pytest.approx(1.0, rel=0.1)
-    assert found["out"] == pytest.approx(found["heads"] / math.sqrt(2 * LAYERS), rel=0.1)
+    scale, standard = branch(name, width), branch("standard", width)
+    assert scale["values"] == pytest.approx(1.0, rel=0.1)
+    assert scale["out"] == pytest.approx(scale["heads"] / math.sqrt(2 * LAYERS), rel=0.1)
     # Weights differ from block to block, and with them how much an average of independent values shrinks.
-    assert found["out"] == pytest.approx(standard["out"], rel=0.3)
+    assert scale["out"] == pytest.approx(standard["out"], rel=0.3)
 
 
 @pytest.mark.parametrize("width", [64, 256, 1024])

@@ -102,20 +102,20 @@ def test_every_panel_has_marks_in_light_and_dark(page):
 
 # Words cut off at the edge of their plot, anything wider than the screen, and words broken in their middle.
 CLIPPED = """() => {
-    const found = [];
-    if (document.documentElement.scrollWidth > innerWidth) found.push("the page is wider than the screen");
+    const problems = [];
+    if (document.documentElement.scrollWidth > innerWidth) problems.push("the page is wider than the screen");
     for (const text of document.querySelectorAll(".plot text")) {
         const box = text.closest("svg").getBoundingClientRect(), at = text.getBoundingClientRect();
         if (text.closest(".hoverlayer") || at.width === 0) continue;
         if (at.left < box.left - 1 || at.right > box.right + 1 || at.top < box.top - 1 || at.bottom > box.bottom + 1)
-            found.push(text.closest("figure").id + ": " + text.textContent);
+            problems.push(text.closest("figure").id + ": " + text.textContent);
     }
     const scrolls = (e) => e && (/auto|scroll/.test(getComputedStyle(e).overflowX) || scrolls(e.parentElement));
     for (const e of document.querySelectorAll("main :is(h1, p, figcaption, td, th, li, select)")) {
         const at = e.getBoundingClientRect(), outside = at.right > innerWidth + 1 || at.left < -1;
-        if (at.width && outside && !scrolls(e)) found.push(e.tagName + ": " + e.textContent.slice(0, 60));
+        if (at.width && outside && !scrolls(e)) problems.push(e.tagName + ": " + e.textContent.slice(0, 60));
     }
-    return found;
+    return problems;
 }"""
 
 
@@ -163,7 +163,7 @@ def test_a_varied_number_has_a_response_curve_and_a_ladder_a_waterfall(tmp_path,
 def test_seeds_are_averaged_at_equal_time(page):
     """Seeds differ in speed: a mean of their times would hide it; at the slowest seed's times all are read off."""
     before = page.evaluate("JSON.stringify(state)")
-    found = page.evaluate("""() => {
+    values = page.evaluate("""() => {
         state.axis = "seconds";
         const runs = shownRuns(0), curve = average(runs, "val", (run) => run.val.bpb);
         const last = Math.min(...runs.map((run) => run.val.seconds.at(-1))), t = curve.x[2];
@@ -173,19 +173,19 @@ def test_seeds_are_averaged_at_equal_time(page):
         }));
         return [curve.x.at(-1), last, curve.mean[2], by_hand];
     }""")
-    assert found[0] == found[1]
-    assert found[2] == pytest.approx(found[3])
+    assert values[0] == values[1]
+    assert values[2] == pytest.approx(values[3])
     page.evaluate("(before) => { Object.assign(state, JSON.parse(before)); drawAll(); }", before)
 
 
 def test_a_perplexity_is_the_exponential_of_the_mean_loss_also_in_its_band(page):
-    found = page.evaluate("""() => {
+    values = page.evaluate("""() => {
         const loss = average(shownRuns(0), "val", (run) => run.val.loss);
         const perplexity = average(shownRuns(0), "val", (run) => run.val.loss, Math.exp);
         return [perplexity.mean.at(-1), Math.exp(loss.mean.at(-1)), perplexity.low.at(-1), Math.exp(loss.low.at(-1))];
     }""")
-    assert found[0] == pytest.approx(found[1])
-    assert found[2] == pytest.approx(found[3])
+    assert values[0] == pytest.approx(values[1])
+    assert values[2] == pytest.approx(values[3])
 
 
 def test_a_long_menu_can_be_searched(page):
@@ -302,23 +302,23 @@ def test_every_quantity_that_can_be_chosen_is_drawn_with_labels_that_fit(tmp_pat
     page = open_page(tmp_path / "report.html")
     page.evaluate("drawAll()")
     problems = page.evaluate("""() => {
-        const found = [];
+        const problems = [];
         for (const select of document.querySelectorAll("select.quantity")) {
             for (const { value } of [...select.options]) {
                 select.value = value;
                 select.onchange();
                 const figure = select.closest("figure"), plot = figure.querySelector(".plot");
                 const box = plot.getBoundingClientRect();
-                if (!plot.data.length) found.push([value, "empty"]);
-                if (/NaN|undefined|n\\/a|not known/.test(figure.innerText)) found.push([value, figure.innerText]);
+                if (!plot.data.length) problems.push([value, "empty"]);
+                if (/NaN|undefined|n\\/a|not known/.test(figure.innerText)) problems.push([value, figure.innerText]);
                 for (const title of figure.querySelectorAll(".xtitle, .ytitle, .annotation-text")) {
                     const at = title.getBoundingClientRect();
                     const inside = at.top >= box.top - 1 && at.bottom <= box.bottom + 1 && at.left >= box.left - 1;
-                    if (!inside) found.push([value, "cut off: " + title.textContent]);
+                    if (!inside) problems.push([value, "cut off: " + title.textContent]);
                 }
             }
         }
-        return found;
+        return problems;
     }""")
     assert problems == []
 

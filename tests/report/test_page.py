@@ -36,18 +36,18 @@ def payload_of(page):
 class Tags(HTMLParser):
     def __init__(self, page):
         super().__init__()
-        self.found = []
+        self.tags = []
         self.feed(page)
 
     def handle_starttag(self, tag, attributes):
-        self.found.append((tag, dict(attributes)))
+        self.tags.append((tag, dict(attributes)))
 
 
 def test_one_file_without_outside_references(tmp_path):
     write_sweep(tmp_path / "runs")
     assert compare(tmp_path / "runs" / "*", "--out", tmp_path / "report.html") == 0
     page = (tmp_path / "report.html").read_text()
-    references = [a.get("src") or a.get("href") or "" for _, a in Tags(page).found]
+    references = [a.get("src") or a.get("href") or "" for _, a in Tags(page).tags]
     assert not [r for r in references if r.startswith(("http:", "https:", "//"))]
     assert (tmp_path / "report.html").stat().st_size < 3e6
     assert 'href="runs/polar-seed1/"' in page
@@ -64,7 +64,7 @@ def test_names_with_markup_stay_text(tmp_path):
     write_run(tmp_path / "runs" / "b", "<script>alert(2)</script>", 1, name="</script><script>alert(3)</script>")
     compare(tmp_path / "runs", "--out", tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
-    tags = Tags(page).found
+    tags = Tags(page).tags
     assert not [tag for tag, _ in tags if tag == "img"]
     assert len([tag for tag, _ in tags if tag == "script"]) == 3  # library, data, script: the page's own
     assert "alert(2)</script>" not in page

@@ -89,8 +89,8 @@ def test_folders_are_found_by_pattern_and_by_parent_once_and_in_natural_order(tm
     write_sweep(tmp_path / "runs", blocks=("polar",), seeds=(10, 9), diagnostics=False)
     (tmp_path / "runs" / "notes.txt").write_text("not a run")
     (tmp_path / "runs" / ".sweeps").mkdir()
-    found = find_run_folders([str(tmp_path / "runs" / "*"), str(tmp_path / "runs"), str(tmp_path)])
-    assert [p.name for p in found] == ["polar-seed9", "polar-seed10"]
+    folders = find_run_folders([str(tmp_path / "runs" / "*"), str(tmp_path / "runs"), str(tmp_path)])
+    assert [p.name for p in folders] == ["polar-seed9", "polar-seed10"]
 
 
 def test_no_run_is_a_sentence_for_the_user(tmp_path):

@@ -82,11 +82,11 @@ def test_any_flipped_bit_is_noticed_or_harmless(tmp_path):
         changed[numbers.randrange(len(whole))] ^= 1 << numbers.randrange(8)
         path.write_bytes(changed)
         try:
-            found = load_verified(path)
+            loaded = load_verified(path)
         except DamagedCheckpoint:
             continue
-        assert torch.equal(found["state_dict"]["model.a"], state()["state_dict"]["model.a"])
-        assert found["global_step"] == 1
+        assert torch.equal(loaded["state_dict"]["model.a"], state()["state_dict"]["model.a"])
+        assert loaded["global_step"] == 1
 
 
 @pytest.mark.parametrize("where", ["state_dict", "optimizer_states"])

@@ -13,8 +13,8 @@ def test_a_record_and_its_arrays_come_back(tmp_path):
     assert path.parent == tmp_path / "evaluations"
     (record,) = read_evaluations(tmp_path)
     assert record["metrics"] == {"loss": 1.0}
-    found = read_arrays(tmp_path, record)
-    assert found["nats"].tolist() == [0, 1, 2] and found["targets"].dtype == np.int32
+    again = read_arrays(tmp_path, record)
+    assert again["nats"].tolist() == [0, 1, 2] and again["targets"].dtype == np.int32
     assert sorted(p.name for p in path.parent.iterdir()) == [path.stem + ".json", path.stem + ".npz"]
 
 

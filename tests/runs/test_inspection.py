@@ -19,10 +19,10 @@ def test_parts_add_up_to_the_whole(tmp_path):
     model = made_up_run(tmp_path / "run", "polar", tie_embeddings=False).model
     *parts, total = parameter_parts(model)
     assert sum(count for _, count, _ in parts) == total[1] == model.parameter_count()
-    found = {name: count for name, count, _ in parts}
-    assert found["embedding"] == found["output"] == 257 * 32
-    assert found["feed-forward"] == sum(p.numel() for b in model.blocks for p in b.feed_forward.parameters())
-    assert found["scalars of the filter"] == sum(
+    counts = {name: count for name, count, _ in parts}
+    assert counts["embedding"] == counts["output"] == 257 * 32
+    assert counts["feed-forward"] == sum(p.numel() for b in model.blocks for p in b.feed_forward.parameters())
+    assert counts["scalars of the filter"] == sum(
         p.numel() for b in model.blocks for p in b.mixer.estimator.parameters()
     )
     *flops, everything = flops_parts(model, 24)
@@ -45,9 +45,9 @@ def test_scalars_are_told_per_layer_and_head_as_the_block_uses_them(tmp_path):
     run = made_up_run(tmp_path / "run", "polar")
     with torch.no_grad():
         run.model.blocks[1].mixer.estimator["nu_t"].raw.fill_(2.0)
-    found = learned_scalars(run.model)
+    scalars = learned_scalars(run.model)
     expected = torch.nn.functional.softplus(torch.tensor(2.0)).item()
-    assert found["nu_t"][1] == [expected] * 2 and abs(found["nu_t"][0][0] - 4.0) < 1e-5
+    assert scalars["nu_t"][1] == [expected] * 2 and abs(scalars["nu_t"][0][0] - 4.0) < 1e-5
     assert learned_scalars(made_up_run(tmp_path / "other").model) == {}
     text = describe(run)
     assert "nu_t" in text and "layer 1" in text and "attention" in text and "optimiser" in text

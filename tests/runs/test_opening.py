@@ -121,10 +121,10 @@ def test_of_many_that_start_at_once_one_wins(config, tmp_path):
     racers = [context.Process(target=_race, args=(config, results)) for _ in range(6)]
     for racer in racers:
         racer.start()
-    found = sorted(results.get(timeout=60) for _ in racers)
+    outcomes = sorted(results.get(timeout=60) for _ in racers)
     for racer in racers:
         racer.join()
-    assert found.count(("mine", False)) == 1 and found.count(("refused", False)) == 5
+    assert outcomes.count(("mine", False)) == 1 and outcomes.count(("refused", False)) == 5
     assert [name for name in os.listdir(tmp_path / "runs") if not name.startswith(".")] == ["mine"]
 
 

@@ -44,12 +44,12 @@ def reference(tmp_path_factory):
 
 def combinations() -> list[tuple[str, str, str, str, str]]:
     """Every block × precision; the other three switches so that every pair of values of any two meets (tested)."""
-    found = []
+    chosen = []
     for b, block in enumerate(BLOCKS):
         for p, precision in enumerate(PRECISIONS):
             third = ACCUMULATION[(b + p) % 3], CLIPPING[(b + 2 * p) % 3], RECOMPUTE[(b * 5 + p) % 2]
-            found.append((block, precision, *third))
-    return found
+            chosen.append((block, precision, *third))
+    return chosen
 
 
 def test_every_pair_of_choices_is_among_the_combinations():

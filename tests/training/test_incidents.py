@@ -72,8 +72,8 @@ def test_rewind_goes_back_and_on_with_other_batches_and_can_be_repeated_bit_for_
         rows = fitted(tmp_path, tmp_path / name, *options, extra=(Poison(6, 1),))
         assert [row["step"] for row in rows] == [1, 5, 10, 12]
         runs[name] = weights(tmp_path / name)
-    found = incidents(tmp_path / "one")
-    assert [(i["action"], i["after_step"], i["skipped_batches"]) for i in found] == [("rewind", 4, 4)]
+    records = incidents(tmp_path / "one")
+    assert [(i["action"], i["after_step"], i["skipped_batches"]) for i in records] == [("rewind", 4, 4)]
     assert all(torch.equal(runs["one"][key], runs["two"][key]) for key in runs["one"])
     fitted(tmp_path, tmp_path / "plain", *OPTIONS, "trainer.micro_batch_tokens=128")
     plain = weights(tmp_path / "plain")

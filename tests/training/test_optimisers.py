@@ -51,8 +51,8 @@ def test_matrices_decay_vectors_and_marked_modules_do_not_and_nothing_is_counted
 
 
 def test_estimator_scalars_have_their_own_learning_rate_and_no_decay():
-    found = {g["name"]: (g["lr"], g["weight_decay"]) for g in adamw(Toy(), **ADAMW).param_groups}
-    assert found == {"decay": (0.1, 0.3), "no_decay": (0.1, 0.0), "estimator": (0.05, 0.0)}
+    groups = {g["name"]: (g["lr"], g["weight_decay"]) for g in adamw(Toy(), **ADAMW).param_groups}
+    assert groups == {"decay": (0.1, 0.3), "no_decay": (0.1, 0.0), "estimator": (0.05, 0.0)}
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -67,12 +67,12 @@ def test_every_trainable_parameter_is_in_exactly_one_group(build, block, tied):
 def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest():
     model = gpt()
     names = {id(p): name for name, p in model.named_parameters()}
-    found = {g["name"]: {names[id(p)] for p in g["params"]} for g in muon(model, momentum=0.95, **ADAMW).param_groups}
-    hidden = found["hidden"] | found.get("hidden_no_decay", set())
+    groups = {g["name"]: {names[id(p)] for p in g["params"]} for g in muon(model, momentum=0.95, **ADAMW).param_groups}
+    hidden = groups["hidden"] | groups.get("hidden_no_decay", set())
     assert hidden and all(name.startswith("blocks.") and name.endswith(".weight") for name in hidden)
     assert {f"blocks.{i}.mixer.out.weight" for i in (0, 1)} <= hidden
-    assert found["decay"] == {"embedding.weight"}
-    assert any("estimator" in name for name in found["estimator"])
+    assert groups["decay"] == {"embedding.weight"}
+    assert any("estimator" in name for name in groups["estimator"])
 
 
 def test_muons_step_has_the_root_mean_square_of_adamws():

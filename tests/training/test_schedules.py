@@ -14,8 +14,8 @@ from polarlm.training.schedules.wsd import WarmupStableDecay
 
 def test_cosine_rises_linearly_peaks_after_warmup_and_ends_at_the_final_factor():
     schedule = Cosine(warmup_fraction=0.1, final_factor=0.2)
-    found = [schedule.factor(tokens, 1000) for tokens in (50, 100, 550, 1000, 5000)]
-    assert found == pytest.approx([0.5, 1.0, 0.6, 0.2, 0.2])
+    factors = [schedule.factor(tokens, 1000) for tokens in (50, 100, 550, 1000, 5000)]
+    assert factors == pytest.approx([0.5, 1.0, 0.6, 0.2, 0.2])
 
 
 def test_wsd_is_flat_then_falls_in_a_straight_line():
@@ -34,8 +34,8 @@ def test_the_square_root_decay_falls_steeply_first_and_reaches_zero():
 
 def test_linear_decays_to_zero_at_the_last_token_from_the_end_of_the_warm_up():
     schedule = Linear(warmup_fraction=0.2)
-    found = [schedule.factor(tokens, 1000) for tokens in (100, 200, 600, 1000)]
-    assert found == pytest.approx([0.5, 1.0, 0.5, 0.0])
+    factors = [schedule.factor(tokens, 1000) for tokens in (100, 200, 600, 1000)]
+    assert factors == pytest.approx([0.5, 1.0, 0.5, 0.0])
 
 
 def test_the_curve_depends_on_tokens_and_not_on_the_batch_size():

@@ -43,12 +43,12 @@ def transformer(width, extra=0):
 @pytest.mark.parametrize("multiple", [1, 8])
 def test_the_width_found_is_the_nearest_one_and_within_half_a_percent(multiple):
     target = transformer(344)
-    found = match_width(lambda width: transformer(width, extra=20_000), target, what="parameters", multiple=multiple)
-    assert found.value % multiple == 0
-    assert abs(found.gap) <= 0.005
-    assert found.cost == transformer(found.value, extra=20_000)
+    match = match_width(lambda width: transformer(width, extra=20_000), target, what="parameters", multiple=multiple)
+    assert match.value % multiple == 0
+    assert abs(match.gap) <= 0.005
+    assert match.cost == transformer(match.value, extra=20_000)
     nearest = min(range(multiple, 600, multiple), key=lambda w: abs(transformer(w, extra=20_000) - target))
-    assert found.value == nearest
+    assert match.value == nearest
 
 
 def test_equal_blocks_keep_their_width():
@@ -63,8 +63,8 @@ def test_what_cannot_be_matched_is_refused_with_the_reason():
 
 
 def test_steps_are_found_for_equal_seconds():
-    found = match_steps(seconds_per_step=0.11, target_seconds=100.0)
-    assert found.value == 909
-    assert abs(found.gap) <= 0.005
+    match = match_steps(seconds_per_step=0.11, target_seconds=100.0)
+    assert match.value == 909
+    assert abs(match.gap) <= 0.005
     with pytest.raises(UserError, match="match=seconds: 3 steps take"):
         match_steps(0.3, 1.0)

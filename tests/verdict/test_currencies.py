@@ -36,9 +36,9 @@ def test_a_curve_that_rose_again_has_nevertheless_been_there():
 def test_the_gain_of_a_slow_but_better_block_is_weakest_in_seconds():
     ours = {s: curve(offset=-0.04, slow=1.5, noise=0.002, seed=s) for s in range(4)}
     theirs = {s: curve(noise=0.002, seed=10 + s) for s in range(4)}
-    found = gains(ours, theirs, range(4))
-    assert found[0].currency == "seconds"
-    by_name = {gain.currency: gain for gain in found}
+    results = gains(ours, theirs, range(4))
+    assert results[0].currency == "seconds"
+    by_name = {gain.currency: gain for gain in results}
     # 0.04 lower on a slope of 0.2 per log token is worth exp(0.2) = 1.22 times the tokens.
     assert by_name["tokens"].factor.mean == pytest.approx(math.exp(0.2), rel=0.03)
     assert by_name["tokens"].outcome == by_name["FLOPs"].outcome == BETTER

@@ -14,9 +14,9 @@ def test_two_checkpoints_differ_by_the_ratio_of_sums_with_an_interval_over_docum
         sizes = rng.integers(50, 2000, 80).astype(float)
         theirs = sizes * rng.normal(1.4, 0.1, 80)
         ours = theirs - sizes * rng.normal(0.01, 0.03, 80)
-        found = compare_documents(ours, theirs, sizes)
-        assert found.mean == pytest.approx((ours.sum() - theirs.sum()) / sizes.sum())
-        covered.append(found.low <= -0.01 <= found.high)
+        estimate = compare_documents(ours, theirs, sizes)
+        assert estimate.mean == pytest.approx((ours.sum() - theirs.sum()) / sizes.sum())
+        covered.append(estimate.low <= -0.01 <= estimate.high)
     assert 0.85 <= np.mean(covered) <= 1.0
     assert compare_documents([1.0], [1.2], [10]).low is None
 

@@ -64,5 +64,5 @@ def test_seeds_and_documents_together_cover_what_seeds_alone_do_not():
 def test_the_page_has_a_place_for_every_table_and_each_is_filled():
     page = PAGE.read_text()
     for name in tables(80):
-        found = re.search(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->", page, re.S)
-        assert found and found.group(1).count("\n") >= 4, name
+        place = re.search(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->", page, re.S)
+        assert place and place.group(1).count("\n") >= 4, name

@@ -121,8 +121,8 @@ def _gradient(
     gradients: tuple[Tensor, ...], outputs: tuple[Tensor, ...], given: dict[str, Any], wanted: set[str]
 ) -> dict[str, Tensor]:
     d_out, d_evidence, _, _, d_m_bar, *_ = gradients
-    found = native_backward(d_out, d_evidence, d_m_bar, *outputs, *given.values())
-    return dict(zip(DIFFERENTIABLE, found))
+    results = native_backward(d_out, d_evidence, d_m_bar, *outputs, *given.values())
+    return dict(zip(DIFFERENTIABLE, results))
 
 
 @differentiable("polarlm::native_forward", _gradient)

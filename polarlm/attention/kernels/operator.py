@@ -35,8 +35,8 @@ def differentiable(name: str, gradient: Gradient) -> Callable[[Callable[..., tup
             tensors = dict(zip(ctx.tensors, saved[ctx.outputs :], strict=True))
             given = {key: tensors.get(key, ctx.plain.get(key)) for key in names}
             wanted = {key for key, needed in zip(names, ctx.needs_input_grad, strict=True) if needed}
-            found = gradient(gradients, saved[: ctx.outputs], given, wanted)
-            return tuple(found.get(key) if key in tensors else None for key in names)
+            by_name = gradient(gradients, saved[: ctx.outputs], given, wanted)
+            return tuple(by_name.get(key) if key in tensors else None for key in names)
 
         class Eager(torch.autograd.Function):
             @staticmethod

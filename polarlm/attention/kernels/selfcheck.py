@@ -36,8 +36,8 @@ def check(
     as_they_are = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
     with torch.inference_mode(False), torch.enable_grad(), as_they_are:
         try:
-            expected, found = (_numbers(function, device) for function in (reference, run))
-            error = max(_difference(a, b) for a, b in zip(expected, found))
+            expected, actual = (_numbers(function, device) for function in (reference, run))
+            error = max(_difference(a, b) for a, b in zip(expected, actual))
         except Exception as problem:  # a compiler's, a driver's or a launcher's: they have no common base class
             return Check(None, time.perf_counter() - began, f"{type(problem).__name__}: {str(problem)[:200]}")
     wrong = None if error <= TOLERANCE else f"it differs from the reference by {error:.2g} of the largest number"
@@ -77,7 +77,7 @@ def _numbers(run: Callable[[RobustCall], AttentionOutput], device: torch.device 
     return [x.detach() for x in outputs] + list(torch.autograd.grad(outputs, leaves, upstream))
 
 
-def _difference(expected: Tensor, found: Tensor) -> float:
-    if not bool(found.isfinite().all()):
+def _difference(expected: Tensor, actual: Tensor) -> float:
+    if not bool(actual.isfinite().all()):
         return float("inf")
-    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+    return float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-6))

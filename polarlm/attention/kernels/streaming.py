@@ -27,8 +27,8 @@ def streaming_attention(call: RobustCall) -> AttentionOutput:
     """Robust attention, chunk by chunk."""
 
     def estimate(part: RobustCall) -> tuple[Tensor, Tensor, Tensor | None]:
-        found = reference_attention(part)
-        return found.v_bar, found.log_evidence, found.m_bar
+        result = reference_attention(part)
+        return result.v_bar, result.log_evidence, result.m_bar
 
     v_bar, log_evidence, m_bar = zip(*_chunks(call, estimate))
     radial = None if call.radial_mode == "off" else torch.cat(m_bar, dim=-1)

@@ -107,8 +107,8 @@ def _gradient(
     gradients: tuple[Tensor, ...], outputs: tuple[Tensor, ...], given: dict[str, Any], wanted: set[str]
 ) -> dict[str, Tensor]:
     (d_out, d_log_evidence), (out, log_evidence) = gradients, outputs
-    found = triton_backward(d_out, d_log_evidence, out, log_evidence, *given.values(), "parameters" in wanted)
-    return dict(zip(DIFFERENTIABLE, found))
+    results = triton_backward(d_out, d_log_evidence, out, log_evidence, *given.values(), "parameters" in wanted)
+    return dict(zip(DIFFERENTIABLE, results))
 
 
 @differentiable("polarlm::triton_forward", _gradient)

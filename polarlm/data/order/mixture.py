@@ -63,9 +63,9 @@ class MixtureSequences:
         results: list[tuple[np.ndarray, ...]] = [()] * len(numbers)
         for part in dict.fromkeys(owners.tolist()):
             inside = np.flatnonzero(owners == part)
-            found = self.parts[part].rows(within[inside])
+            part_rows = self.parts[part].rows(within[inside])
             for row, place in enumerate(inside.tolist()):
-                results[place] = tuple(array[row] for array in found if array is not None)
+                results[place] = tuple(array[row] for array in part_rows if array is not None)
         columns = [np.stack(column) for column in zip(*results)]
         return columns[0], columns[1], columns[2] if len(columns) == 3 else None
 

@@ -30,9 +30,9 @@ def cut_point(text: str, limit: int) -> int:
         # Look at growing tails: the boundary is nearly always within the last line.
         for tail in (256, 8192, limit // 2):
             begin = max(limit - tail, limit // 2)
-            found = [match.end() for match in boundary.finditer(text, begin, limit)]
-            if found:
-                return found[-1]
+            ends = [match.end() for match in boundary.finditer(text, begin, limit)]
+            if ends:
+                return ends[-1]
     return limit
 
 

@@ -35,20 +35,20 @@ def find_files(path: str) -> list[Path]:
     if given.is_file():
         return [given]
     if given.is_dir():
-        found = [p for p in given.rglob("*") if p.is_file() and _shape(p)[0] in TEXT + ROWS + TABLES]
-        if not found:
+        files = [p for p in given.rglob("*") if p.is_file() and _shape(p)[0] in TEXT + ROWS + TABLES]
+        if not files:
             raise UserError(
                 f"data.path={path} is a folder without text files. Allowed: {' '.join(TEXT + ROWS + TABLES)}, "
                 f"each also with {' '.join(COMPRESSED)}."
             )
-        return sorted(found)
-    found = [Path(p) for p in glob.glob(str(given), recursive=True) if Path(p).is_file()]
-    if not found:
+        return sorted(files)
+    files = [Path(p) for p in glob.glob(str(given), recursive=True) if Path(p).is_file()]
+    if not files:
         raise UserError(
             f"data.path={path} does not exist (looked in {Path.cwd()}). Give a file, a folder or a glob such as "
             "'texts/**/*.txt'; without files of your own, data=pydocs works everywhere."
         )
-    return sorted(found)
+    return sorted(files)
 
 
 def _shape(path: Path) -> tuple[str, str]:

@@ -99,8 +99,8 @@ def local_repository(name: str) -> Path | None:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
-    found = local_copy(name)
-    return found if found is not None and found.is_dir() else None
+    copy = local_copy(name)
+    return copy if copy is not None and copy.is_dir() else None
 
 
 def open_dataset(config: DataConfig, split: str) -> Any:

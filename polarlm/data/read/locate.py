@@ -40,13 +40,13 @@ def local_copy(name: str) -> Path | None:
 
 def usable_local_copy(config: DataConfig) -> Path | None:
     """The local copy of a named corpus, unless it lacks a split: then it is not the corpus its name promises."""
-    found = local_copy(config.local) if config.local else None
-    if found is None:
+    copy = local_copy(config.local) if config.local else None
+    if copy is None:
         return None
-    if config.split.rule == "own" and not {"train", "val"} <= {unit.split for unit in file_units(str(found), config)}:
+    if config.split.rule == "own" and not {"train", "val"} <= {unit.split for unit in file_units(str(copy), config)}:
         return None
-    _say_once(f"data={config.name}: using the local copy {found}")
-    return found
+    _say_once(f"data={config.name}: using the local copy {copy}")
+    return copy
 
 
 @functools.cache
@@ -106,8 +106,8 @@ def _fetch(config: DataConfig, target: Path) -> None:
 def hub_tokenizer(config: TokenizerConfig) -> Path:
     """The tokenizer.json of a hub model: a local copy, the hub's cache, or a download."""
     for name in (config.local, config.hub):
-        if name and (found := local_copy(name)) and (found / "tokenizer.json").is_file():
-            return found / "tokenizer.json"
+        if name and (copy := local_copy(name)) and (copy / "tokenizer.json").is_file():
+            return copy / "tokenizer.json"
     if not config.hub:
         raise UserError("tokenizer.kind=hub needs tokenizer.hub, for example tokenizer.hub=openai-community/gpt2.")
     from huggingface_hub import hf_hub_download

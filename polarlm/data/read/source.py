@@ -67,8 +67,8 @@ def open_source(config: DataConfig, cache_dir: Path) -> Source:
         return _of_files(config, str(pydocs_file(cache_dir)))
     from polarlm.data.read.locate import download, usable_local_copy
 
-    if found := usable_local_copy(config):
-        return _of_files(config, str(found))
+    if copy := usable_local_copy(config):
+        return _of_files(config, str(copy))
     if config.hub is not None:
         from polarlm.data.read.hub import hub_identity, hub_units
 

@@ -35,11 +35,11 @@ def document_key(text: str) -> int:
 def plan_splits(source: Source, config: SplitConfig) -> SplitPlan:
     """Decide the rule and its thresholds; reads as much of the corpus as that needs."""
     rule = config.rule
-    found = {unit.split for unit in source.units}
-    claimed = rule == "own" or (rule == "auto" and {"train", "test"} <= found and None not in found)
+    named = {unit.split for unit in source.units}
+    claimed = rule == "own" or (rule == "auto" and {"train", "test"} <= named and None not in named)
     if claimed and not source.has_own_splits:
         raise UserError(
-            f"data.split.rule={rule} found files or splits for {', '.join(sorted(map(str, found)))}, but train and val "
+            f"data.split.rule={rule} found files or splits for {', '.join(sorted(map(str, named)))}, but train and val "
             "are needed. Name files train.* and valid.* (and test.*), or set data.split.rule=hash or position, which "
             "divide all the text anew."
         )

@@ -75,15 +75,15 @@ class TokenStore:
 
     def document_starts(self, begin: int, end: int) -> np.ndarray:
         """Positions in [begin, end) at which a document begins."""
-        found = []
+        parts = []
         for number in range(max(bisect_right(self._offsets, begin) - 1, 0), len(self.shards)):
             offset = self._offsets[number]
             if offset >= end:
                 break
             starts = self._document_starts(number)
             low, high = np.searchsorted(starts, [max(begin - offset, 0), end - offset])
-            found.append(starts[low:high].astype(np.int64) + offset)
-        return np.concatenate(found) if found else np.empty(0, np.int64)
+            parts.append(starts[low:high].astype(np.int64) + offset)
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def document_ids(self, begin: int, length: int) -> np.ndarray:
         """(length,) ids counting documents from 0 within the window [begin, begin + length)."""

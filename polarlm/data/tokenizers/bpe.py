@@ -102,8 +102,8 @@ class SubwordTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         if self._fast is not None:
             return [self.encode_array(text) for text in texts]
-        found = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [self._checked(text, np.array(one.ids, np.uint32)) for text, one in zip(texts, found)]
+        encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [self._checked(text, np.array(one.ids, np.uint32)) for text, one in zip(texts, encodings)]
 
     def encode_slowly(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids by the `tokenizers` library itself: the reference the fast path must equal."""

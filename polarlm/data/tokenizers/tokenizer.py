@@ -107,10 +107,10 @@ class CharTokenizer(Tokenizer):
     @classmethod
     def train(cls, texts: Iterable[str]) -> CharTokenizer:
         """Collect the alphabet of a corpus."""
-        found: set[str] = set()
+        characters: set[str] = set()
         for text in texts:
-            found.update(text)
-        return cls("".join(sorted(found)))
+            characters.update(text)
+        return cls("".join(sorted(characters)))
 
     def encode_array(self, text: str) -> np.ndarray:
         points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
@@ -160,13 +160,13 @@ class WordTokenizer(Tokenizer):
         return cls(["<eos>", "<unk>"] + ranked[: vocab_size - 2 if vocab_size else None])
 
     def encode_array(self, text: str) -> np.ndarray:
-        get, unknown, found = self._ids.get, self.unknown_id, []
+        get, unknown, ids = self._ids.get, self.unknown_id, []
         lines = text.split("\n")
         for number, line in enumerate(lines):
-            found.extend([get(word, unknown) for word in line.split()])
+            ids.extend([get(word, unknown) for word in line.split()])
             if number < len(lines) - 1:
-                found.append(self._newline)
-        return np.array(found, self.dtype)
+                ids.append(self._newline)
+        return np.array(ids, self.dtype)
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(self.words[i] for i in ids).replace("<eos>", "\n")

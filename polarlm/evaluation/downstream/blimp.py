@@ -18,8 +18,8 @@ def blimp(model: GPT, tokenizer: Tokenizer, rows: Iterable[dict[str, Any]]) -> d
     """Accuracy over all pairs, over the paradigms' means, and of every paradigm."""
     pairs = list(rows)
     sentences = [row[key] for row in pairs for key in ("sentence_good", "sentence_bad")]
-    found = likelihoods(model, [encode_pair(tokenizer, "", sentence) for sentence in sentences])
-    right = np.array([good.nats > bad.nats for good, bad in zip(found[::2], found[1::2])])
+    scored = likelihoods(model, [encode_pair(tokenizer, "", sentence) for sentence in sentences])
+    right = np.array([good.nats > bad.nats for good, bad in zip(scored[::2], scored[1::2])])
     paradigm = np.array([row["UID"] for row in pairs])
     each = {name: float(right[paradigm == name].mean()) for name in np.unique(paradigm).tolist()}
     return {

@@ -47,7 +47,7 @@ def likelihoods(model: GPT, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
     model.eval()
     device, longest = model.embedding.weight.device, model.config.context
     rows = [[*context, *continuation][-(longest + 1) :] for context, continuation in pairs]
-    found: list[Likelihood] = [Likelihood(0.0, True)] * len(pairs)
+    results: list[Likelihood] = [Likelihood(0.0, True)] * len(pairs)
     for numbers in _batches([len(row) - 1 for row in rows]):
         width = max(len(rows[n]) - 1 for n in numbers)
         tokens = torch.zeros(len(numbers), width, dtype=torch.long)
@@ -68,8 +68,8 @@ def likelihoods(model: GPT, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
         for n, size_nats, size_hits in zip(
             numbers, sums.split(counted.sum(1).tolist()), all_hits.split(counted.sum(1).tolist())
         ):
-            found[n] = Likelihood(float(size_nats.sum()), bool(size_hits.all()))
-    return found
+            results[n] = Likelihood(float(size_nats.sum()), bool(size_hits.all()))
+    return results
 
 
 def rolling_windows(ids: Sequence[int], start: int, context: int) -> Iterator[tuple[list[int], list[int]]]:

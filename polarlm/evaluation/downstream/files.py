@@ -13,12 +13,12 @@ from polarlm.errors import UserError
 
 def task_file(name: str) -> Path:
     """The local copy of a task's file in data/raw or $POLARLM_SHARED_DATA."""
-    found = local_copy(name)
-    if found is None:
+    copy = local_copy(name)
+    if copy is None:
         raise UserError(
             f"{name} is neither in data/raw nor in the folder named by POLARLM_SHARED_DATA; put a copy there"
         )
-    return found
+    return copy
 
 
 def read_rows(path: Path, limit: int | None = None) -> list[dict[str, Any]]:

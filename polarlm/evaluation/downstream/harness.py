@@ -1,7 +1,7 @@
 """lm-evaluation-harness on a polarlm model: the adapter, and tasks made of local files.
 
-    found = run_tasks(model, tokenizer, ["blimp", "lambada"])          # local files, no network
-    found = run_tasks(model, tokenizer, ["hellaswag"])                 # anything the harness has
+    results = run_tasks(model, tokenizer, ["blimp", "lambada"])          # local files, no network
+    results = run_tasks(model, tokenizer, ["hellaswag"])                 # anything the harness has
 
 The harness is an optional extra: pip install 'polarlm[tasks]'.
 """
@@ -64,8 +64,8 @@ def harness_model(model: GPT, tokenizer: Tokenizer) -> Any:
         """What the harness asks of a model."""
 
         def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-            found = likelihoods(model, [encode_pair(tokenizer, *request.args) for request in requests])
-            return [(one.nats, one.greedy) for one in found]
+            answers = likelihoods(model, [encode_pair(tokenizer, *request.args) for request in requests])
+            return [(one.nats, one.greedy) for one in answers]
 
         def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
             windows, owner = [], []
@@ -80,15 +80,17 @@ def harness_model(model: GPT, tokenizer: Tokenizer) -> Any:
             return sums
 
         def generate_until(self, requests: Sequence[Any]) -> list[str]:
-            found = []
+            answers = []
             for request in requests:
                 prompt, options = request.args
                 until = options.get("until") or []
                 stop = [until] if isinstance(until, str) else list(until)
                 temperature = float(options.get("temperature") or 0.0) if options.get("do_sample") else 0.0
                 count = int(options.get("max_gen_toks") or NEW_TOKENS)
-                found.append(sample_text(model, tokenizer, prompt, count, Sampling(temperature=temperature), stop=stop))
-            return found
+                answers.append(
+                    sample_text(model, tokenizer, prompt, count, Sampling(temperature=temperature), stop=stop)
+                )
+            return answers
 
     return PolarlmLM()
 
@@ -109,14 +111,14 @@ def run_tasks(
         own = all((Path(place) / f"{task}.yaml").exists() for task in tasks)
         manager = TaskManager(include_path=folders, include_defaults=not own and include is None)
         try:
-            found = simple_evaluate(
+            outcome = simple_evaluate(
                 model=adapter, tasks=list(tasks), task_manager=manager, limit=None if own else limit, bootstrap_iters=0
             )
         except KeyError as error:
             raise UserError(f"lm-evaluation-harness has no task {error}") from error
     return {
         task: {key.partition(",")[0]: value for key, value in numbers.items() if isinstance(value, (int, float))}
-        for task, numbers in found["results"].items()
+        for task, numbers in outcome["results"].items()
     }
 
 

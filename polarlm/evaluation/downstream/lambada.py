@@ -16,11 +16,11 @@ LOCAL = "lambada/lambada_dev.jsonl"
 def lambada(model: GPT, tokenizer: Tokenizer, rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Accuracy (the model itself would have written the word) and the word's mean log-likelihood and perplexity."""
     passages = [row["text"].rpartition(" ") for row in rows]
-    found = likelihoods(model, [encode_pair(tokenizer, before, f" {word}") for before, _, word in passages])
-    nats = -sum(one.nats for one in found) / len(found)
+    scored = likelihoods(model, [encode_pair(tokenizer, before, f" {word}") for before, _, word in passages])
+    nats = -sum(one.nats for one in scored) / len(scored)
     return {
-        "passages": len(found),
-        "accuracy": sum(one.greedy for one in found) / len(found),
+        "passages": len(scored),
+        "accuracy": sum(one.greedy for one in scored) / len(scored),
         "target_log_likelihood": -nats,
         "target_perplexity": math.exp(nats) if nats < 700 else math.inf,
     }

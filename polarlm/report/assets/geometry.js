@@ -3,7 +3,7 @@
 
 const probed = () => shownGroups().filter((g) => DATA.diagnostics[g]);
 const named = (part) => [...new Set(DATA.diagnostics.flatMap((d) => (d ? Object.keys(d[part]) : [])))].sort();
-const finalMean = (g, name) => { const found = DATA.diagnostics[g].final[name]; return found ? found.mean : undefined; };
+const finalMean = (g, name) => { const part = DATA.diagnostics[g].final[name]; return part ? part.mean : undefined; };
 const dimensions = (value) => (Array.isArray(value) ? 1 + dimensions(value[0]) : 0);
 const having = (wanted) => named("final").filter((name) => DATA.diagnostics.some((d) => d && d.final[name] && dimensions(d.final[name].mean) === wanted));
 const options = (names) => names.map((value) => ({ value, text: `${value.split("/")[0]}: ${quantity(value).title}` }));
@@ -19,17 +19,17 @@ FIGURES.depth = () => {
   const traces = [], drawn = [], first = [], growth = [], ends = [];
   let embedding = false;
   for (const g of probed()) {
-    const found = DATA.diagnostics[g].final[name];
-    if (!found) continue;
-    embedding ||= found.mean.length > DATA.diagnostics[g].layers;
-    const x = found.mean.map((_, i) => i);
-    if (found.low && state.band !== "none") traces.push(band(g, x, found.low, found.high));
-    traces.push(line(g, { x, y: found.mean, mode: "lines+markers", marker: { size: 6 }, hovertemplate: `layer %{x}: %{y:.4g}<extra>${plain(DATA.groups[g].label)}</extra>` }));
+    const part = DATA.diagnostics[g].final[name];
+    if (!part) continue;
+    embedding ||= part.mean.length > DATA.diagnostics[g].layers;
+    const x = part.mean.map((_, i) => i);
+    if (part.low && state.band !== "none") traces.push(band(g, x, part.low, part.high));
+    traces.push(line(g, { x, y: part.mean, mode: "lines+markers", marker: { size: 6 }, hovertemplate: `layer %{x}: %{y:.4g}<extra>${plain(DATA.groups[g].label)}</extra>` }));
     drawn.push(g);
     // Embeddings are small by their initialisation, and the first layer makes up for that: two factors, not one.
-    first.push({ group: g, value: found.mean[1] / found.mean[0] });
-    growth.push({ group: g, value: found.mean.at(-1) / found.mean[1] });
-    ends.push({ group: g, value: found.mean.at(-1) });
+    first.push({ group: g, value: part.mean[1] / part.mean[0] });
+    growth.push({ group: g, value: part.mean.at(-1) / part.mean[1] });
+    ends.push({ group: g, value: part.mean.at(-1) });
   }
   if (!traces.length) return null;
   const title = name === "radial/residual_rms" ? "The residual stream grows from embedding to layer 1: " + perGroup(first, (v) => short(v) + "×") + "; from layer 1 to the last: " + perGroup(growth, (v) => short(v) + "×")

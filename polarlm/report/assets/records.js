@@ -15,11 +15,11 @@ function buildRecords() {
 
 function recordFigure(panel) {
   const traces = [], drawn = [];
-  for (const found of panel.lines) {
-    if (!shownRuns(found.group).length || !found.at.length) continue;
-    if (found.n > 1 && state.band !== "none") traces.push(band(found.group, found.at, found.low, found.high));
-    traces.push(line(found.group, { x: found.at, y: found.mean, mode: found.at.length <= 24 ? "lines+markers" : "lines", marker: { size: 6 }, hovertemplate: `%{y:.4g} at %{x}<extra>${plain(DATA.groups[found.group].label)}, ${found.n} seed${found.n > 1 ? "s" : ""}</extra>` }));
-    drawn.push(found.group);
+  for (const curve of panel.lines) {
+    if (!shownRuns(curve.group).length || !curve.at.length) continue;
+    if (curve.n > 1 && state.band !== "none") traces.push(band(curve.group, curve.at, curve.low, curve.high));
+    traces.push(line(curve.group, { x: curve.at, y: curve.mean, mode: curve.at.length <= 24 ? "lines+markers" : "lines", marker: { size: 6 }, hovertemplate: `%{y:.4g} at %{x}<extra>${plain(DATA.groups[curve.group].label)}, ${curve.n} seed${curve.n > 1 ? "s" : ""}</extra>` }));
+    drawn.push(curve.group);
   }
   if (!traces.length) return null;
   if (panel.diagonal) traces.unshift({ type: "scatter", mode: "lines", x: [0, 1], y: [0, 1], line: { color: ink.soft, width: 1, dash: "dot" }, hoverinfo: "skip", meta: {} });

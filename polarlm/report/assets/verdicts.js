@@ -69,9 +69,9 @@ FIGURES.forest = () => {
 };
 
 FIGURES.response = () => {
-  const found = DATA.verdict.response;
-  if (!found) return null;
-  const points = found.points.filter((p) => shownRuns(p.group).length);
+  const response = DATA.verdict.response;
+  if (!response) return null;
+  const points = response.points.filter((p) => shownRuns(p.group).length);
   if (points.length < 2) return null;
   const blocks = [...new Set(points.map((p) => DATA.groups[p.group].block))], traces = [];
   for (const block of blocks) {
@@ -82,12 +82,12 @@ FIGURES.response = () => {
     traces.push({ type: "scatter", mode: "markers", x: own.flatMap((p) => p.seeds.map(() => p.x)), y: own.flatMap((p) => p.seeds), marker: { color: fade(colour, 0.4), size: 6 }, hovertemplate: "%{y:.4g}<extra>a seed</extra>", meta: {} });
     traces.push({ type: "scatter", mode: "lines+markers", x: own.map((p) => p.x), y: own.map((p) => p.mean), line: { color: colour, width: 2.2 }, meta: {},
       marker: { color: colour, size: own.map((p) => (p.baseline ? 13 : 8)), symbol: own.map((p) => (p.baseline ? "diamond" : "circle")), line: { color: ink.paper, width: 1.5 } },
-      hovertemplate: `${plain(found.name)} = %{x}: %{y:.4g}<extra>${plain(block)}, mean</extra>` });
+      hovertemplate: `${plain(response.name)} = %{x}: %{y:.4g}<extra>${plain(block)}, mean</extra>` });
   }
   const base = points.find((p) => p.baseline);
-  return { title: `${sentence(DATA.title)} against ${found.name}` + (base ? ` (baseline: ${found.name} = ${base.x})` : ""), traces,
+  return { title: `${sentence(DATA.title)} against ${response.name}` + (base ? ` (baseline: ${response.name} = ${base.x})` : ""), traces,
     note: `On the whole ${DATA.split} split. Line: mean over seeds; band: 95 % interval of each mean; dots: seeds; diamond: the baseline.`,
-    layout: { xaxis: { title: { text: found.key }, type: found.log ? "log" : "linear", ...(found.log ? { tickvals: [...new Set(points.map((p) => p.x))], ticktext: [...new Set(points.map((p) => p.x))].map(String) } : {}) },
+    layout: { xaxis: { title: { text: response.key }, type: response.log ? "log" : "linear", ...(response.log ? { tickvals: [...new Set(points.map((p) => p.x))], ticktext: [...new Set(points.map((p) => p.x))].map(String) } : {}) },
       yaxis: { title: { text: DATA.title } } } };
 };
 

@@ -100,10 +100,10 @@ def _home(origin: str, name: str) -> str:
     """The module that defines a name which a package only hands on; the package itself for its own."""
     if not _is_package(origin):
         return origin
-    found = getattr(importlib.import_module(origin), name)
-    if inspect.ismodule(found):
+    thing = getattr(importlib.import_module(origin), name)
+    if inspect.ismodule(thing):
         raise ValueError(f"`from {origin} import {name}` imports a module; an export needs a name in it")
-    home = getattr(found, "__module__", origin)
+    home = getattr(thing, "__module__", origin)
     return home if home.startswith("polarlm.") else origin
 
 

@@ -46,15 +46,15 @@ def to_llama(model: GPT) -> dict[str, Tensor]:
     """The weights under transformers' names; a tied output matrix is left out."""
     c = model.config
     heads = [count * c.head_size for count in (c.n_head, c.kv_heads, c.kv_heads)]
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     state = model.state_dict()
     for ours, theirs in _names(c.n_layer).items():
         if ours == "head.weight" and c.tie_embeddings:
             continue
         weight = state[ours]
         parts = weight.split(heads) if len(theirs) == 3 else weight.chunk(len(theirs))
-        found |= {name: part.contiguous() for name, part in zip(theirs, parts)}
-    return found
+        weights |= {name: part.contiguous() for name, part in zip(theirs, parts)}
+    return weights
 
 
 def from_llama(weights: dict[str, Tensor], layers: int) -> dict[str, Tensor]:

@@ -67,12 +67,12 @@ def finish_loggers(loggers: list[Logger], status: str) -> None:
 
 def final_numbers(summary: dict[str, Any]) -> dict[str, float | str]:
     """summary.json under flat slash names; what was judged at the end is `final/…`, since `val/…` are the curves."""
-    found = {}
+    numbers = {}
     for name, value in flatten(summary):
         name = name.replace(".", "/")
         if isinstance(value, (int, float, str)):
-            found[f"final/{name}" if name.startswith(("val/", "test/")) else name] = value
-    return found
+            numbers[f"final/{name}" if name.startswith(("val/", "test/")) else name] = value
+    return numbers
 
 
 def is_place(override: str) -> bool:

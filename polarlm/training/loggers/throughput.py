@@ -25,8 +25,8 @@ def gpu_peak(device: torch.device, precision: str) -> float | None:
     dtype = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}.get(
         precision.partition("-")[0], torch.float32
     )
-    found = get_available_flops(device, dtype)
-    return None if found is None else float(found)
+    peak = get_available_flops(device, dtype)
+    return None if peak is None else float(peak)
 
 
 def measured_peak(size: int = 768, seconds: float = 0.3) -> float:

@@ -58,8 +58,8 @@ def logged_in() -> bool:
     host = urlsplit(server()).netloc
     for path in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):
         try:
-            if path and (found := netrc.netrc(Path(path).expanduser()).authenticators(host)):
-                return bool(found[2])
+            if path and (login := netrc.netrc(Path(path).expanduser()).authenticators(host)):
+                return bool(login[2])
         except (OSError, netrc.NetrcParseError):
             continue
     return False

@@ -45,17 +45,17 @@ def means_over_layers(metrics: dict[str, Any]) -> dict[str, Any]:
 
     metrics.jsonl has a name for every layer and head; a workspace with thousands of charts would show nothing.
     """
-    found: dict[str, Any] = {}
+    scalars: dict[str, Any] = {}
     parts: dict[str, list[float]] = {}
     for name, value in metrics.items():
         quantity = _PLACE.sub("", name)
         if value is None:
             continue
         if quantity == name:
-            found[name] = value
+            scalars[name] = value
         else:
             parts.setdefault(quantity, []).append(value)
-    return found | {name: sum(values) / len(values) for name, values in parts.items()}
+    return scalars | {name: sum(values) / len(values) for name, values in parts.items()}
 
 
 class WandbSink(WandbLogger):

@@ -25,10 +25,10 @@ class Case:
         return RobustCall(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | options)
 
     def leaves(self) -> dict[str, Tensor]:
-        found = {name: getattr(self, name) for name in ("q", "k", "v", "magnitude")}
+        tensors = {name: getattr(self, name) for name in ("q", "k", "v", "magnitude")}
         for part, noise in (("noise", self.noise), ("radial", self.radial)):
-            found |= {f"{part}.{f.name}": getattr(noise, f.name) for f in dataclasses.fields(noise)}
-        return {name: leaf for name, leaf in found.items() if leaf is not None}
+            tensors |= {f"{part}.{f.name}": getattr(noise, f.name) for f in dataclasses.fields(noise)}
+        return {name: leaf for name, leaf in tensors.items() if leaf is not None}
 
 
 def make_case(
@@ -78,11 +78,11 @@ def run(case: Case, backend: str, upstream: dict[str, Tensor] | None = None, **o
 def assert_same(case: Case, backend: str, tolerance: float, against: Case | None = None, **options) -> None:
     """`backend` equals the reference (of `against`, e.g. in higher precision) relative to each tensor's own scale."""
     expected = run(against or case, "reference", **options)
-    found = run(case, backend, **options)
-    for expected_part, found_part in zip(expected, found):
-        assert expected_part.keys() == found_part.keys()
+    actual = run(case, backend, **options)
+    for expected_part, actual_part in zip(expected, actual):
+        assert expected_part.keys() == actual_part.keys()
         for name, truth in expected_part.items():
-            value = found_part[name]
+            value = actual_part[name]
             assert value.isfinite().all(), f"{name} is not finite"
             error = (value.double() - truth.double()).abs().max().item()
             scale = truth.double().abs().max().item()

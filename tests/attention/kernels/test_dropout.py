@@ -46,7 +46,7 @@ def test_every_chunk_row_and_head_draws_its_own_mask(backend):
 def test_weights_that_are_handed_out_and_evidence_know_nothing_of_it():
     plain = call(return_weights=True)
     expected = robust_attention(plain, "reference")
-    found = robust_attention(dataclasses.replace(plain, dropout=P), "reference")
-    assert torch.equal(found.weights.directional, expected.weights.directional)
-    assert torch.equal(found.log_evidence, expected.log_evidence)
-    assert not torch.equal(found.v_bar, expected.v_bar)
+    dropped = robust_attention(dataclasses.replace(plain, dropout=P), "reference")
+    assert torch.equal(dropped.weights.directional, expected.weights.directional)
+    assert torch.equal(dropped.log_evidence, expected.log_evidence)
+    assert not torch.equal(dropped.v_bar, expected.v_bar)

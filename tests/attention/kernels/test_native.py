@@ -114,15 +114,15 @@ def test_sums_out_of_range_are_formed_again_relative_to_their_maximum(kernel, sc
         owner = exact if "." not in name else getattr(exact, name.split(".")[0])
         getattr(owner, name.split(".")[-1]).data.copy_(leaf.data)
     frozen(exact, nu=7.0)
-    truth, single, found = (
+    truth, single, actual = (
         run(*given, kernel=kernel) for given in ((exact, "reference"), (case, "reference"), (case, "native"))
     )
-    for exact_part, single_part, found_part in zip(truth, single, found):
+    for exact_part, single_part, actual_part in zip(truth, single, actual):
         for name, value in exact_part.items():  # what rounding y to fp32 costs, it costs the reference in fp32 too
             allowed = 5 * (single_part[name] - value).abs().max() + 1e-4 * value.abs().max() + 1e-6
-            assert (found_part[name] - value).abs().max() <= allowed, name
+            assert (actual_part[name] - value).abs().max() <= allowed, name
     if scale >= 20:
-        assert found[0]["log_evidence"].min() < -60
+        assert actual[0]["log_evidence"].min() < -60
 
 
 def test_bf16_inputs_are_scored_in_fp32():
@@ -310,8 +310,8 @@ def test_python_and_native_agree_on_the_call():
 def test_the_self_check_is_quick_passes_and_draws_nothing():
     state = torch.get_rng_state()
     with torch.no_grad():
-        found = selfcheck.check(kernels.BACKENDS["native"].run, kernels.reference_attention, "cpu")
-    assert found.reason is None and found.error < 1e-4 and found.seconds < 2
+        actual = selfcheck.check(kernels.BACKENDS["native"].run, kernels.reference_attention, "cpu")
+    assert actual.reason is None and actual.error < 1e-4 and actual.seconds < 2
     assert torch.equal(torch.get_rng_state(), state)
 
 

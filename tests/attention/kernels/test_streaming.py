@@ -84,9 +84,9 @@ def test_gradient_of_the_decay_survives_long_lags_without_floors(backend):
     if BACKENDS[backend].obstacle(case.call(kernel="student")):
         pytest.skip("not on this machine")
     _, exact = run(_double(case), "reference", kernel="student")
-    _, found = run(case, backend, kernel="student")
+    _, gradients = run(case, backend, kernel="student")
     truth = exact["noise.mu"]
-    assert (found["noise.mu"].double() - truth).abs().max() < 0.03 * truth.abs().max()
+    assert (gradients["noise.mu"].double() - truth).abs().max() < 0.03 * truth.abs().max()
 
 
 def _double(x):

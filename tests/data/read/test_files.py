@@ -85,8 +85,13 @@ def test_own_splits_are_found_in_names(tmp_path: Path) -> None:
     for name in ("wiki.train.txt", "wiki.valid.txt", "test/part.txt", "retrained.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
-    found = {unit.name: unit.split for unit in file_units(str(tmp_path), DataConfig())}
-    assert found == {"retrained.txt": None, "test/part.txt": "test", "wiki.train.txt": "train", "wiki.valid.txt": "val"}
+    splits = {unit.name: unit.split for unit in file_units(str(tmp_path), DataConfig())}
+    assert splits == {
+        "retrained.txt": None,
+        "test/part.txt": "test",
+        "wiki.train.txt": "train",
+        "wiki.valid.txt": "val",
+    }
 
 
 @pytest.mark.parametrize(

@@ -18,19 +18,19 @@ def source_of(path: Path, **options: Any) -> Source:
 
 
 def split(source: Source, **options: Any) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {"train": [], "val": [], "test": []}
+    parts: dict[str, list[str]] = {"train": [], "val": [], "test": []}
     for piece in SplitReader(source, plan_splits(source, SplitConfig(**options))):
-        found[str(piece.split)].append(piece.text)
-    return found
+        parts[str(piece.split)].append(piece.text)
+    return parts
 
 
 def test_duplicates_never_cross_a_hash_split(folder_of: Write) -> None:
     texts = made_up_documents(300)
     again = [f"{text.replace(' ', '  ')}\n" for text in texts]  # with other white space
-    found = split(source_of(folder_of(texts + again)), rule="hash", val=0.2, test=0.2)
-    keys = {name: {" ".join(text.split()) for text in group} for name, group in found.items()}
+    parts = split(source_of(folder_of(texts + again)), rule="hash", val=0.2, test=0.2)
+    keys = {name: {" ".join(text.split()) for text in group} for name, group in parts.items()}
     assert not keys["train"] & keys["val"] and not keys["train"] & keys["test"] and not keys["val"] & keys["test"]
-    assert sum(map(len, keys.values())) == 300 and sum(map(len, found.values())) == 600
+    assert sum(map(len, keys.values())) == 300 and sum(map(len, parts.values())) == 600
 
 
 def test_a_document_keeps_its_split_when_others_are_added(folder_of: Write) -> None:
@@ -41,15 +41,15 @@ def test_a_document_keeps_its_split_when_others_are_added(folder_of: Write) -> N
 
 
 def test_few_documents_still_fill_every_split(folder_of: Write) -> None:
-    found = split(source_of(folder_of(made_up_documents(12))), rule="hash", val=0.01, test=0.01)
-    assert [len(found[name]) for name in ("train", "val", "test")] == [10, 1, 1]
+    parts = split(source_of(folder_of(made_up_documents(12))), rule="hash", val=0.01, test=0.01)
+    assert [len(parts[name]) for name in ("train", "val", "test")] == [10, 1, 1]
 
 
 def test_one_document_is_cut_by_position_between_characters(tmp_path: Path) -> None:
     text = "ä" * 1000
     (tmp_path / "one.txt").write_text(text)
-    found = {name: "".join(parts) for name, parts in split(source_of(tmp_path / "one.txt"), val=0.1001).items()}
-    assert found["train"] + found["val"] == text and len(found["val"]) == 101 and not found["test"]
+    texts = {name: "".join(parts) for name, parts in split(source_of(tmp_path / "one.txt"), val=0.1001).items()}
+    assert texts["train"] + texts["val"] == text and len(texts["val"]) == 101 and not texts["test"]
 
 
 def test_own_splits_win_and_are_demanded_by_rule_own(tmp_path: Path) -> None:
@@ -68,8 +68,8 @@ def test_own_splits_win_and_are_demanded_by_rule_own(tmp_path: Path) -> None:
 def test_a_byte_limit_holds_for_every_own_split(tmp_path: Path) -> None:
     for name in ("train", "valid"):
         (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{name} {i:04d}"}}\n' for i in range(100)))
-    found = split(source_of(tmp_path, max_bytes=200))
-    assert [len(found["train"]), len(found["val"])] == [20, 20]
+    parts = split(source_of(tmp_path, max_bytes=200))
+    assert [len(parts["train"]), len(parts["val"])] == [20, 20]
 
 
 @pytest.mark.parametrize("limit", [1, 100, 101, 102, 103, 5000, 2_500_000])

@@ -30,27 +30,27 @@ def read_offline_run(folder: Path, patience: float = 20) -> OfflineRun:
     """The finished run in an offline-run-* folder; wandb's own process writes the last records a moment later."""
     (path,) = folder.glob("run-*.wandb")
     deadline = time.monotonic() + patience
-    while (found := parse(path)).exit_code is None and time.monotonic() < deadline:
+    while (run := parse(path)).exit_code is None and time.monotonic() < deadline:
         time.sleep(0.05)
-    return found
+    return run
 
 
 def parse(path: Path) -> OfflineRun:
     """What is in a .wandb file now."""
-    found = OfflineRun()
+    run = OfflineRun()
     for record in records(path.read_bytes()):
         kind = record.WhichOneof("record_type")
         if kind == "run":
-            found.run = record.run
+            run.run = record.run
         elif kind == "history":
-            found.rows.append({"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item})
+            run.rows.append({"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item})
         elif kind == "summary":
-            found.summary |= {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.summary.update}
+            run.summary |= {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.summary.update}
         elif kind == "metric":
-            found.metrics[record.metric.name or record.metric.glob_name] = record.metric
+            run.metrics[record.metric.name or record.metric.glob_name] = record.metric
         elif kind == "exit":
-            found.exit_code = record.exit.exit_code
-    return found
+            run.exit_code = record.exit.exit_code
+    return run
 
 
 def records(data: bytes):

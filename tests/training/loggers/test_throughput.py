@@ -34,8 +34,8 @@ def test_the_cpu_peak_is_measured_without_touching_the_runs_random_numbers():
 
 
 def test_the_best_of_several_measurements_spread_over_the_run_counts(monkeypatch):
-    found = iter([3e9, 9e9, 5e9, 1e9, 1e9, 1e9, 1e9, 1e9])
-    monkeypatch.setattr(throughput, "measured_peak", lambda seconds: next(found))
+    peaks = iter([3e9, 9e9, 5e9, 1e9, 1e9, 1e9, 1e9, 1e9])
+    monkeypatch.setattr(throughput, "measured_peak", lambda seconds: next(peaks))
     peak = HardwarePeak("cpu", "32-true", 1)
     taken = []
     for step in range(0, 1001):
