@@ -222,14 +222,14 @@ class Trial:
 
     def jobs(self) -> list[dict[str, Any]]:
         """What was done so far; a line that a kill cut off does not count."""
-        planned = []
+        jobs = []
         if self.progress.exists():
             for line in self.progress.read_text(encoding="utf-8").splitlines():
                 try:
-                    planned.append(json.loads(line))
+                    jobs.append(json.loads(line))
                 except ValueError:
                     continue
-        return planned
+        return jobs
 
     def loss(self, phase: str, name: str) -> float | None:
         """The deciding number of a run, None where it has none."""

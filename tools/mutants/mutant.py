@@ -42,8 +42,3 @@ class Mutant:
             for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
                 digest.update(file.read_bytes() if file.is_file() else b"")
         return digest.hexdigest()[:16]
-
-
-def mutants(file: str, tests: str, *changes: tuple[str, str, str]) -> list[Mutant]:
-    """Several bugs of one file that the same tests (separated by spaces) must notice: (old, new, what goes wrong)."""
-    return [Mutant(file, old, new, tuple(tests.split()), bug) for old, new, bug in changes]
