@@ -40,6 +40,9 @@ def main(arguments: list[str] | None = None) -> int:
 class Parser(argparse.ArgumentParser):
     """A parser whose complaints are one sentence that names the nearest right word."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)  # examples keep their lines
+
     def error(self, message: str) -> NoReturn:
         """Refuse; `message` is argparse's own sentence."""
         raise UserError(f"{self.prog}: {message}; see {self.prog} --help")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -15,15 +16,8 @@ from polarlm.geometry import project
 class ExclusiveAttention(StandardAttention):
     """Standard attention, then z_h = y_h - <y_h, v_h> v_h / ||v_h||^2 in every head (of the chosen layers)."""
 
-    def __init__(
-        self,
-        shape: MixerShape,
-        qk_norm: bool = False,
-        rotate_values: bool = False,
-        frequencies: str = "shared",
-        layers: Sequence[int] | None = None,
-    ) -> None:
-        super().__init__(shape, qk_norm, rotate_values, frequencies)
+    def __init__(self, shape: MixerShape, *, layers: Sequence[int] | None = None, **standard: Any) -> None:
+        super().__init__(shape, **standard)
         outside = [layer for layer in layers or () if not 0 <= layer < shape.n_layer]
         if outside:
             raise UserError(f"block.layers names layer {outside[0]}, but the layers are 0 to {shape.n_layer - 1}.")

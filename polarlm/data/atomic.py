@@ -26,17 +26,22 @@ def write_beside(target: Path, content: bytes) -> None:
     """Write `content` to a neighbour of `target`, flush it to disk and rename it into place."""
     require_plain_file(target)
     beside = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    with explained(target, lambda: len(content)):
-        try:
-            with open(beside, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, target)
-            flush_folder(target.parent)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
+    with explained(target, lambda: len(content)), replacing(target, beside), open(beside, "wb") as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def replacing(target: Path, beside: Path) -> Iterator[None]:
+    """Flush the file `beside` that is written inside and rename it to `target`; after a failure it is gone."""
+    try:
+        yield
+        with open(beside, "rb+") as file:  # Windows flushes only what it may write
+            os.fsync(file.fileno())
+        os.replace(beside, target)
+        flush_folder(target.parent)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def write_json(target: Path, value: Any) -> None:

@@ -9,26 +9,22 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from polarlm.attention.mixer import Record
-from polarlm.diagnostics.layer import TINY, read_layer
-from polarlm.diagnostics.probe import eval_mode
+from polarlm.diagnostics.layer import TINY, Layer
+from polarlm.diagnostics.probe import LayerReader, eval_mode
 from polarlm.evaluation.text import Text
-from polarlm.evaluation.windows import IGNORED, window_batches
+from polarlm.evaluation.windows import window_batches
+from polarlm.ignored import IGNORED
 from polarlm.model import GPT
 
 
-class _Signals(list):
-    """The list handed to the model as `record`: keeps log m and log-evidence of every layer, forgets the rest."""
+class _Signals(LayerReader):
+    """Keeps log m and log-evidence of every layer, forgets the rest."""
 
     def __init__(self, model: GPT, documents: Tensor | None) -> None:
-        super().__init__()
-        self.mixers = [block.mixer for block in model.blocks]
-        self.documents = documents
+        super().__init__(model, documents)
         self.kept: list[tuple[Tensor, Tensor]] = []
 
-    def append(self, record: Record) -> None:
-        rotates = bool(getattr(self.mixers[len(self.kept)], "rotate_values", False))
-        layer = read_layer(record, rotates_values=rotates, documents=self.documents)
+    def measure(self, layer: Layer) -> None:
         # (B, T) and, averaged over heads, (B, T)
         self.kept.append((layer.magnitude.clamp_min(TINY).log(), layer.log_evidence.mean(1)))
 

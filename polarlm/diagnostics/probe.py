@@ -81,26 +81,34 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-class _Reader(list):
+class LayerReader(list):
     """The list handed to the model as `record`: each layer's record is measured on arrival and then forgotten."""
 
     def __init__(self, model: GPT, documents: Tensor | None) -> None:
         super().__init__()
-        self.mixers = [block.mixer for block in model.blocks]
+        self.mixers = iter([block.mixer for block in model.blocks])
         self.documents = documents
+
+    def append(self, record: Record) -> None:
+        rotates = bool(getattr(next(self.mixers), "rotate_values", False))
+        with torch.autocast(record["v_bar"].device.type, enabled=False):  # mixed precision is the model's, not ours
+            self.measure(read_layer(record, rotates_values=rotates, documents=self.documents))
+
+    def measure(self, layer: Layer) -> None:
+        """Keep what is wanted of a layer."""
+        raise NotImplementedError
+
+
+class _Reader(LayerReader):
+    def __init__(self, model: GPT, documents: Tensor | None) -> None:
+        super().__init__(model, documents)
         self.values: list[dict[str, Tensor]] = []
         self.streams: list[dict[str, Tensor]] = []
         self.profiles: list[dict[str, Tensor]] = []
         self.samples: list[dict[str, Tensor]] = []
         self.lags: list[int] = []
 
-    def append(self, record: Record) -> None:
-        with torch.autocast(record["v_bar"].device.type, enabled=False):  # mixed precision is the model's, not ours
-            self._measure(record)
-
-    def _measure(self, record: Record) -> None:
-        rotates = bool(getattr(self.mixers[len(self.values)], "rotate_values", False))
-        layer = read_layer(record, rotates_values=rotates, documents=self.documents)
+    def measure(self, layer: Layer) -> None:
         self.lags = self.lags or probe_lags(layer.weights.shape[-1])
         self.values.append(_layer_values(layer))
         self.profiles.append(_layer_profiles(layer, self.lags))

@@ -15,7 +15,8 @@ import numpy as np
 from polarlm.errors import UserError
 from polarlm.evaluation.scores import score_batches
 from polarlm.evaluation.text import Text
-from polarlm.evaluation.windows import IGNORED, WindowBatch, window_batches
+from polarlm.evaluation.windows import WindowBatch, window_batches
+from polarlm.ignored import IGNORED
 from polarlm.model import GPT
 
 KINDS = ("random", "shuffled", "repeated")

@@ -106,7 +106,8 @@ def stream_text(
 ) -> Iterator[str]:
     """The prompt's continuation in pieces, as soon as they are certain: ends at a stop string or an end of text.
 
-    A piece is held back while it may still change: half of a character, or the beginning of a stop string.
+    A piece is held back while it may still change: half of a character, or the beginning of a stop string. An empty
+    prompt starts a new document.
     """
     start = list(tokenizer.encode(prompt)) if prompt else []
     if not start:
@@ -128,19 +129,6 @@ def stream_text(
             told = certain
     if written:
         yield tokenizer.decode(written)[told:]
-
-
-def sample_text(
-    model: GPT,
-    tokenizer: Tokenizer,
-    prompt: str,
-    count: int,
-    sampling: Sampling | None = None,
-    *,
-    stop: Sequence[str] = (),
-) -> str:
-    """The prompt's continuation as text; an empty prompt starts a new document."""
-    return "".join(stream_text(model, tokenizer, prompt, count, sampling, stop=stop))
 
 
 def _overlap(text: str, word: str) -> int:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from polarlm.evaluation.metrics import Tally
 from polarlm.evaluation.text import Text
-from polarlm.evaluation.windows import IGNORED, WindowBatch, window_batches
+from polarlm.evaluation.windows import WindowBatch, window_batches
+from polarlm.ignored import IGNORED
 from polarlm.model import GPT
 from polarlm.model.loss import log_probability_chunks
 

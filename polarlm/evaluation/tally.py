@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from polarlm.evaluation.metrics import Tally, TextSize
+from polarlm.ignored import IGNORED
 from polarlm.model import GPT
-
-IGNORED = -100
 
 
 @torch.no_grad()

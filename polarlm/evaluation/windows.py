@@ -15,8 +15,8 @@ import torch
 
 from polarlm.errors import UserError
 from polarlm.evaluation.text import Text
+from polarlm.ignored import IGNORED
 
-IGNORED = -100
 BATCH_TOKENS = 8192  # read at a time: enough to keep a CPU or a GPU busy, little enough for long contexts
 
 

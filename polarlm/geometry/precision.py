@@ -13,6 +13,7 @@ All arguments broadcast; the caller aligns magnitude (..., 1, S) with a floating
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,20 +40,9 @@ def log_kappa(
     return log_information(magnitude, lag, mu, m_inf2) - log_variance(lag, mu, eta_k2, sigma02, process2)
 
 
-def log_kappa_tilde(
-    magnitude: Tensor | None,
-    lag: Tensor,
-    *,
-    mu: Scalar,
-    eta_k2: Scalar,
-    eta_q2: Scalar,
-    sigma02: Scalar,
-    m_inf2: Scalar = 0.0,
-    process2: Scalar | None = None,
-) -> Tensor:
+def log_kappa_tilde(magnitude: Tensor | None, lag: Tensor, *, eta_q2: Scalar, sigma02: Scalar, **noise: Any) -> Tensor:
     """Log of the residual's precision kappa_tilde: kappa with the query's own measurement variance added."""
-    variance = log_variance(lag, mu, eta_k2, sigma02 + eta_q2, process2)
-    return log_information(magnitude, lag, mu, m_inf2) - variance
+    return log_kappa(magnitude, lag, sigma02=sigma02 + eta_q2, **noise)
 
 
 def log_rho(lag: Tensor, *, mu: Scalar, eta_k2: Scalar, sigma02: Scalar) -> Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from omegaconf import DictConfig
@@ -54,10 +56,11 @@ def run(task: Task, config_name: str, arguments: Sequence[str] | None = None) ->
         flags, overrides = split_arguments([a for a in arguments if a != "--debug"])
         others = [a for a in arguments if a not in (*overrides, "--debug")]
         if not flags & {"help", "hydra_help", "shell_completion"}:
-            show_only = bool(flags & {"cfg", "info"})
-            overrides = check(config_name, overrides, multirun="multirun" in flags, show_only=show_only)
+            multirun, show_only = "multirun" in flags, bool(flags & SHOWING)
+            overrides = check(config_name, overrides, multirun=multirun, show_only=show_only)
         sys.argv = [typed[0], *others, *overrides]
-        start(_job(task, typed), config_name)
+        with ended_by_its_reader() if flags & SHOWING else contextlib.nullcontext():
+            start(_job(task, typed), config_name)
     except (Exception, KeyboardInterrupt) as error:
         print_sweep_summary()
         fail(failed_jobs() or error if isinstance(error, Exception) else error)
@@ -67,6 +70,19 @@ def run(task: Task, config_name: str, arguments: Sequence[str] | None = None) ->
 
 
 _debug = False
+SHOWING = {"help", "hydra_help", "shell_completion", "cfg", "info"}  # flags that print something and train nothing
+
+
+@contextlib.contextmanager
+def ended_by_its_reader() -> Iterator[None]:
+    """`… --help | head` ends silently, as other programs do, when head has read enough."""
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL) if hasattr(signal, "SIGPIPE") else None
+    try:
+        yield
+        sys.stdout.flush()
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGPIPE, before)
 
 
 def check(config_name: str, overrides: list[str], *, multirun: bool, show_only: bool = False) -> list[str]:

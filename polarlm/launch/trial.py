@@ -10,6 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+PURPOSE = "tune every block alike, train paired seeds until the verdict is decided, write the report"
+DESCRIPTION = """The same learning-rate search for every block, then paired seeds until every block is decided against
+the first one or the budget is spent, then the report."""
 EPILOG = """examples
   python -m polarlm trial standard xsa polar --data pydocs --budget 2h
   python -m polarlm trial standard polar --data text --budget 30m --steps 400 --set data.path=book.txt tokenizer=char
@@ -18,16 +21,9 @@ The plan is written to trial.yaml before anything runs; the same command continu
 """
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(verbs: Any) -> None:
     """Add the verb `trial` to the command line."""
-    parser = subparsers.add_parser(
-        "trial",
-        help="tune every block alike, train paired seeds until the verdict is decided, write the report",
-        description="The same learning-rate search for every block, then paired seeds until every block is decided "
-        "against the first one or the budget is spent, then the report.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = verbs.add_parser("trial", help=PURPOSE, description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("blocks", nargs="+", help="blocks to compare; the first is the reference")
     parser.add_argument("--data", required=True, help="the corpus (configs/data)")
     parser.add_argument("--budget", required=True, help="time for everything: 90s, 15m, 2h")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -70,16 +70,9 @@ class GPT(nn.Module):
     def _blocks(self) -> list[Block]:
         return cast(list[Block], list(self.blocks))
 
-    def forward(
-        self,
-        tokens: Tensor,
-        *,
-        documents: Tensor | None = None,
-        cache: Cache | None = None,
-        record: list[Record] | None = None,
-    ) -> Tensor:
-        """Logits (B, T, V) of the next token; with `record`, a dict of intermediates per layer is appended to it."""
-        return self.head(self.hidden(tokens, documents=documents, cache=cache, record=record))
+    def forward(self, tokens: Tensor, **context: Any) -> Tensor:
+        """Logits (B, T, V) of the next token; `context` is what `hidden` takes besides the tokens."""
+        return self.head(self.hidden(tokens, **context))
 
     def hidden(
         self,
@@ -89,7 +82,7 @@ class GPT(nn.Module):
         cache: Cache | None = None,
         record: list[Record] | None = None,
     ) -> Tensor:
-        """The final normalised states (B, T, d)."""
+        """The final normalised states (B, T, d); with `record`, a dict of intermediates per layer is appended to it."""
         if documents is not None and cache is not None:
             raise ValueError("documents and cache exclude each other: a cache holds one running text per row")
         if documents is not None and documents.shape != tokens.shape:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-IGNORED = -100  # a target that does not count
+from polarlm.ignored import IGNORED
+
 # Logits of one chunk: small enough to stay near the caches, large enough for the matrix products to run at full speed.
 CHUNK_LOGITS = 2**22
 SMALLEST_CHUNK = 512

@@ -10,6 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+PURPOSE = "compare run folders: a page with curves, geometry and verdicts, or a table"
+DESCRIPTION = """Compare run folders. Runs that differ only in their seed form a group; groups are compared with a
+baseline on paired seeds."""
 EPILOG = """examples
   python -m polarlm compare runs/* --out report.html      one self-contained page
   python -m polarlm compare runs --text                   the same table here
@@ -18,16 +21,9 @@ EPILOG = """examples
 """
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(verbs: Any) -> None:
     """Add the verb `compare` to the command line."""
-    parser = subparsers.add_parser(
-        "compare",
-        help="compare run folders: a page with curves, geometry and verdicts, or a table",
-        description="Compare run folders. Runs that differ only in their seed form a group; groups are compared with a "
-        "baseline on paired seeds.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = verbs.add_parser("compare", help=PURPOSE, description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("runs", nargs="+", help="run folders, patterns, or folders that contain runs")
     parser.add_argument(
         "--out", type=Path, help="the page (report.html unless only --text, --csv or --json is asked for)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -104,14 +105,7 @@ def generate(options: argparse.Namespace) -> int:
     from polarlm.runs.restore import restore_run
     from polarlm.visible import visible_text
 
-    sampling = Sampling(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
-        seed=options.seed,
-    )
+    sampling = Sampling(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Sampling)})
     run = restore_run(options.folder, options.device)
     prompts = options.prompt or [""]
     for number, prompt in enumerate(prompts):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from polarlm.data import Tokenizer, load_tokenizer
-from polarlm.data.atomic import explained, flush_folder
+from polarlm.data.atomic import explained, replacing
 from polarlm.errors import UserError
 from polarlm.model import GPT
 from polarlm.model.build import build_model
@@ -87,16 +86,8 @@ def save_weights(model_state: dict[str, torch.Tensor], path: Path, *, tied: bool
 
     kept = {k: v.contiguous() for k, v in model_state.items() if not (tied and k == "head.weight")}
     beside = path.with_name(f".{path.name}.tmp")
-    with explained(path, lambda: sum(v.nbytes for v in kept.values())):
-        try:
-            save_file(kept, beside, metadata={CHECKSUM: checksum(kept)})
-            with open(beside, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(beside, path)
-            flush_folder(path.parent)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
+    with explained(path, lambda: sum(v.nbytes for v in kept.values())), replacing(path, beside):
+        save_file(kept, beside, metadata={CHECKSUM: checksum(kept)})
 
 
 def checksum(weights: dict[str, torch.Tensor]) -> str:

@@ -6,9 +6,7 @@ from typing import Any
 
 import yaml
 
-_PACKAGE = Path(__file__).resolve().parents[1]
-# Inside the package in a wheel, beside it in the repository.
-CONFIGS = next((f for f in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if f.is_dir()), _PACKAGE / "configs")
+from polarlm.locations import CONFIGS
 
 
 def shipped_default(key: str, choices: dict[str, Any]) -> Any:

@@ -57,10 +57,11 @@ def extended(tmp_path_factory) -> Path:
     return tree
 
 
-def run(tree: Path, *arguments: str) -> None:
+def run(tree: Path, *arguments: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *arguments], cwd=tree, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow
@@ -69,7 +70,11 @@ def test_the_tests_of_a_copy_with_the_examples_find_and_accept_them(extended):
     contract = "difference and (past or cached or documents or float64 or record)"
     chosen = f"({contract}) or bits_per_character or (test_values and standard)"
     files = ("tests/contract/test_block_contract.py", "tests/evaluation/test_metrics.py", "tests/diagnostics")
-    run(extended, "-m", "pytest", "-q", "-p", "no:xdist", "-k", chosen, *files)
+    told = run(extended, "-m", "pytest", "-v", "-p", "no:xdist", "-k", chosen, *files)
+    passed = [line for line in told.splitlines() if " PASSED" in line]
+    assert sum("test_block_contract" in line and "[difference" in line for line in passed) >= 5
+    assert any("test_bits_per_character_of_a_coin_per_character" in line for line in passed)
+    assert any("test_values" in line and "standard" in line for line in passed)
 
 
 @pytest.mark.slow

@@ -13,9 +13,9 @@ import torch
 from polarlm.data import Corpus, LMDataModule, build_corpus
 from polarlm.data.baselines import ngram_losses
 from polarlm.data.commands import compose
-from polarlm.data.order.sequences import IGNORED
 from polarlm.data.probes import Permutations, Probe, Recall
 from polarlm.errors import UserError
+from polarlm.ignored import IGNORED
 
 SMALL = {"examples": 300, "eval_examples": 40}
 TASKS: dict[str, dict[str, Any]] = {

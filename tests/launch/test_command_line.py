@@ -1,5 +1,10 @@
 """`polarlm <verb>`: wrong words are one sentence with the nearest right one, and nothing ends in a traceback."""
 
+import os
+import signal
+import subprocess
+import sys
+
 import pytest
 
 from polarlm import cli
@@ -50,6 +55,18 @@ def test_a_failure_of_ours_is_one_line_unless_debug_is_asked_for(capsys, monkeyp
     assert "RuntimeError: out of luck" in capsys.readouterr().err
     with pytest.raises(RuntimeError):
         cli.main(["doctor", "--debug"])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGPIPE")
+@pytest.mark.parametrize("typed", ["train --help", "train --cfg job", "compare --help"])
+def test_a_reader_who_leaves_early_is_no_failure(typed):
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "polarlm", *typed.split()], stdout=writing, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writing)
+    assert done.stderr == "" and done.returncode in (0, -signal.SIGPIPE)
 
 
 def test_the_version_is_told(capsys):

@@ -1,11 +1,11 @@
 """The list of small bugs, by what they break: a table per area, as yaml.
 
-    - file: where the bug is put in
-      tests: [the files or single tests that must notice it]
-      bugs:
-      - bug: what goes wrong, in words
-        old: what stands there now, once
-        new: what stands there then
+- file: where the bug is put in
+  tests: [the files or single tests that must notice it]
+  bugs:
+  - bug: what goes wrong, in words
+    old: what stands there now, once
+    new: what stands there then
 """
 
 from collections.abc import Iterator

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polarlm.data.order.sequences import IGNORED, Sequences, mask_borders
+from polarlm.data.order.sequences import Sequences, mask_borders
 from polarlm.data.store.tokens import TokenStore
 from polarlm.errors import UserError
+from polarlm.ignored import IGNORED
 
 Batch = dict[str, Tensor]
 

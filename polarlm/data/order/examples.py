@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from polarlm.data.order.batches import EvalBatches
-from polarlm.data.order.sequences import IGNORED, EpochOrder
+from polarlm.data.order.sequences import EpochOrder
 from polarlm.data.probes import PADDING, Probe
 from polarlm.data.store.tokens import TokenStore
 from polarlm.errors import UserError
+from polarlm.ignored import IGNORED
 
 
 class ExampleSequences:

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from polarlm.data.order.sequences import IGNORED, EpochOrder, require_length
+from polarlm.data.order.sequences import EpochOrder, require_length
 from polarlm.data.store.tokens import TokenStore
+from polarlm.ignored import IGNORED
 
 _CHUNKS_AT_ONCE = 1 << 16  # packed together; bounds memory and time whatever the size of the corpus
 # Of every chunk its first token, its tokens, and how many of them have a target; of every sequence its first chunk.

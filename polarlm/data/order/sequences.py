@@ -9,8 +9,8 @@ import numpy as np
 from polarlm.data.order.permutation import Permutation, key
 from polarlm.data.store.tokens import TokenStore
 from polarlm.errors import UserError
+from polarlm.ignored import IGNORED
 
-IGNORED = -100  # a target that does not count
 _BLOCK = 4096  # permuted places are computed at most so many at a time; a memo, not a state
 
 

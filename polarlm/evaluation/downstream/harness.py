@@ -19,7 +19,7 @@ from polarlm.errors import UserError
 from polarlm.evaluation.downstream import blimp, lambada
 from polarlm.evaluation.downstream.continuations import encode_pair, likelihoods, rolling_windows, start_token
 from polarlm.evaluation.downstream.files import read_rows, task_file
-from polarlm.evaluation.generate import Sampling, sample_text
+from polarlm.evaluation.generate import Sampling, stream_text
 from polarlm.model import GPT
 
 NEW_TOKENS = 256  # where a task does not say how much to write
@@ -87,9 +87,8 @@ def harness_model(model: GPT, tokenizer: Tokenizer) -> Any:
                 stop = [until] if isinstance(until, str) else list(until)
                 temperature = float(options.get("temperature") or 0.0) if options.get("do_sample") else 0.0
                 count = int(options.get("max_gen_toks") or NEW_TOKENS)
-                answers.append(
-                    sample_text(model, tokenizer, prompt, count, Sampling(temperature=temperature), stop=stop)
-                )
+                pieces = stream_text(model, tokenizer, prompt, count, Sampling(temperature=temperature), stop=stop)
+                answers.append("".join(pieces))
             return answers
 
     return PolarlmLM()

@@ -38,7 +38,18 @@ class Schedule:
         raise NotImplementedError
 
 
-def require_factor(value: float) -> None:
-    """Refuse a final factor that is no share of the peak."""
-    if not 0 <= value <= 1:
-        raise UserError(f"schedule.final_factor={value} must lie between 0 and 1")
+@dataclass(frozen=True)
+class Decay(Schedule):
+    """A schedule that ends at `final_factor` of the peak."""
+
+    final_factor: float = 0.0
+
+    def check(self, total: int) -> None:
+        """Also that the final factor is a share of the peak."""
+        super().check(total)
+        if not 0 <= self.final_factor <= 1:
+            raise UserError(f"schedule.final_factor={self.final_factor} must lie between 0 and 1")
+
+    def down(self, left: float) -> float:
+        """From 1, where all of the decay is left, to the final factor."""
+        return self.final_factor + (1 - self.final_factor) * left

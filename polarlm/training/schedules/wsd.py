@@ -6,23 +6,21 @@ import math
 from dataclasses import dataclass
 
 from polarlm.errors import UserError
-from polarlm.training.schedules.warmup import Schedule, require_factor
+from polarlm.training.schedules.warmup import Decay
 
 SHAPES = ("linear", "sqrt")
 
 
 @dataclass(frozen=True)
-class WarmupStableDecay(Schedule):
+class WarmupStableDecay(Decay):
     """1 on the plateau; over the last `decay_fraction` of the tokens down to `final_factor`."""
 
     decay_fraction: float = 0.2
-    final_factor: float = 0.0
     shape: str = "linear"  # linear: a straight line; sqrt: 1 − √progress, steep first
 
     def check(self, total: int) -> None:
         """Also that warm-up and decay fit into the run."""
         super().check(total)
-        require_factor(self.final_factor)
         if self.shape not in SHAPES:
             raise UserError(f"schedule.shape={self.shape!r} is unknown; choose one of {', '.join(SHAPES)}")
         if not 0 <= self.decay_fraction <= 1 or self.warmup(total) + self.decay_fraction * total > total * (1 + 1e-9):
@@ -38,4 +36,4 @@ class WarmupStableDecay(Schedule):
         if left >= decay:
             return 1.0
         share = left / decay if self.shape == "linear" else 1 - math.sqrt(1 - left / decay)
-        return self.final_factor + (1 - self.final_factor) * share
+        return self.down(share)

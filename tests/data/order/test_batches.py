@@ -9,9 +9,10 @@ import torch
 from polarlm.data import Corpus
 from polarlm.data.order.batches import EvalBatches, train_batches
 from polarlm.data.order.packing import PackedSequences
-from polarlm.data.order.sequences import IGNORED, Sequences
+from polarlm.data.order.sequences import Sequences
 from polarlm.data.order.windows import WindowSequences
 from polarlm.errors import UserError
+from polarlm.ignored import IGNORED
 from tests.data.conftest import made_up_documents
 
 Build = Callable[..., Corpus]

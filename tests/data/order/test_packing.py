@@ -8,7 +8,7 @@ import pytest
 
 from polarlm.data import Corpus
 from polarlm.data.order.packing import PackedSequences
-from polarlm.data.order.sequences import IGNORED
+from polarlm.ignored import IGNORED
 from tests.data.conftest import made_up_documents
 
 Build = Callable[..., Corpus]
