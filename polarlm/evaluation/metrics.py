@@ -45,6 +45,7 @@ class Metric:
     formula: Callable[[Tally], float | None]
     digits: int = 4  # after the point, in tables
     comparable: bool = False  # across tokenizers
+    is_log: bool = False  # the exponential of a loss: means, differences and intervals are taken of its logarithm
 
 
 def loss(tally: Tally) -> float:
@@ -78,7 +79,7 @@ METRICS = (
         "perplexity", "perplexity", "perplexity", "per token", "lower",
         "exp(loss): as unsure as a fair choice among so many tokens.",
         lambda tally: exponential(loss(tally)),
-        digits=2,
+        digits=2, is_log=True,
     ),
     Metric(
         "bits_per_byte", "bits per byte", "bits/byte", "bits per byte", "lower",
@@ -90,13 +91,13 @@ METRICS = (
         "word_perplexity", "word perplexity", "ppl/word", "per word", "lower",
         "exp of the nats per word (words end at white space): comparable across tokenizers.",
         lambda tally: exponential(loss_per(tally, tally.text.words)),
-        digits=2, comparable=True,
+        digits=2, comparable=True, is_log=True,
     ),
     Metric(
         "character_perplexity", "character perplexity", "ppl/char", "per character", "lower",
         "exp of the nats per character of the text: comparable across tokenizers.",
         lambda tally: exponential(loss_per(tally, tally.text.characters)),
-        comparable=True,
+        comparable=True, is_log=True,
     ),
     Metric(
         "accuracy", "accuracy", "accuracy", "share of targets", "higher",

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
+from polarlm.evaluation.metrics import BY_NAME
 from polarlm.runs.reading import Run, read_run
 
 INK, ACCENT, FAINT = "#24292f", "#0072B2", "#9aa4ae"
@@ -45,16 +46,15 @@ def _draw_loss(axis, run: Run) -> None:
     if len(val["step"]):
         axis.plot(val["tokens"], val["val/loss"], color=ACCENT, marker="o", markersize=3, label="validation")
     final = run.number("val/loss")
-    perplexity, bits = run.number("val/perplexity"), run.number("val/bits_per_byte")
     if final is None:
         title = "No validation yet" if run.status != "failed" else "Failed before a validation"
     else:
-        words = [f"perplexity {perplexity:.4g}"] if perplexity else []
-        words += [f"{bits:.4g} bits per byte"] if bits else []
+        others = [BY_NAME["perplexity"], BY_NAME["bits_per_byte"]]
+        words = [f"{m.title} {value:.4g}" for m in others if (value := run.number(f"val/{m.name}"))]
         title = f"Validation loss {final:.4g}" + (f" ({', '.join(words)})" if words else "")
     axis.set_title(title, loc="left", fontsize=9, color=INK)
     axis.set_xlabel("training tokens", fontsize=8)
-    axis.set_ylabel("loss (nats per token)", fontsize=8)
+    axis.set_ylabel(f"loss ({BY_NAME['loss'].unit})", fontsize=8)
     # The first steps fall from log V: without this cut the rest of the run is a flat line.
     losses = np.concatenate([train["train/loss"], val["val/loss"]])
     losses = losses[np.isfinite(losses)]

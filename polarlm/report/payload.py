@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 import numpy as np
 
+from polarlm.evaluation.metrics import METRICS
 from polarlm.report.captions import validation_caption
 from polarlm.report.quantities import Quantity, describe
 from polarlm.report.records import curve_panels
@@ -28,6 +29,7 @@ HISTORY_BUDGET = 250_000
 # The baseline is grey; Okabe and Ito's colours, told apart by all common kinds of colour vision, go to the others.
 COLOURS = {"standard": 0, "polar": 1, "rfa": 2, "xsa": 3}
 N_COLOURS, N_DASHES = 7, 4
+VALIDATED = tuple(f"val/{metric.name}" for metric in METRICS)
 
 
 def build_payload(
@@ -53,7 +55,18 @@ def build_payload(
         "split": judgement.split,
         "validation": validation_caption(groups, judgement.split),
         "verdict": verdict_data(groups, judgement),
-        "references": {key: reference_losses(groups, key) for key in ("bits_per_byte", "perplexity", "loss")},
+        "references": {metric.name: reference_losses(groups, metric.name) for metric in METRICS},
+        "metrics": {
+            m.name: {
+                "title": m.title,
+                "unit": m.unit,
+                "meaning": m.description,
+                "comparable": m.comparable,
+                "log": m.is_log,
+            }
+            for m in METRICS
+            if any(m.name in run["val"] for run in runs)
+        },
         "records": curve_panels(groups),
         "oneTokenizer": judgement.one_tokenizer,
         "groups": shown_groups,
@@ -96,7 +109,7 @@ def _runs(group: Group, points: int, out: Path | None, metric: str) -> list[dict
     """The runs of a group with curves thinned alike, so that the page can average them at equal steps."""
     last_step = max((float(run.metrics.columns["step"].max()) for run in group.runs if len(run.metrics)), default=1.0)
     edges = bucket_edges(last_step, points)
-    validations = [run.metrics.stream("val/loss", "val/bits_per_byte") for run in group.runs]
+    validations = [run.metrics.stream(*VALIDATED) for run in group.runs]
     every = max(1, -(-max(len(v["step"]) for v in validations) // points))
     entries = []
     for run, val in zip(group.runs, validations):
@@ -133,8 +146,7 @@ def _run(
             "at": rounded(val["step"], 8),
             "tokens": rounded(val["tokens"], 8),
             "seconds": rounded(val["seconds"]),
-            "loss": rounded(val["val/loss"], 6),
-            "bpb": rounded(val["val/bits_per_byte"], 6),
+            **{m.name: rounded(val[f"val/{m.name}"], 6) for m in METRICS if np.isfinite(val[f"val/{m.name}"]).any()},
         },
     }
 

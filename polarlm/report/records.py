@@ -133,7 +133,7 @@ def numbers_table(groups: Sequence[Group]) -> Table | None:
 
 
 def _over_seeds(metric: Metric, by_seed: Sequence[dict[str, float]]) -> Estimate:
-    return estimate_mean([row.get(metric.name) for row in by_seed], log="perplexity" in metric.name)
+    return estimate_mean([row.get(metric.name) for row in by_seed], log=metric.is_log)
 
 
 def _curves(record: dict[str, Any]) -> list[Curve]:

@@ -50,8 +50,9 @@ class Measure:
 
     @property
     def is_log(self) -> bool:
-        """Perplexity is the exponential of a loss: means, differences and intervals are taken of its logarithm."""
-        return "perplexity" in self.key
+        """Whether its logarithm is compared."""
+        metric = metric_of(self.name)
+        return bool(metric and metric.is_log)
 
     @property
     def comparable(self) -> bool:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from polarlm.evaluation.metrics import METRICS
 from tests.report.browser import ARTIFACTS, CLIPPED, FIGURES, MARKS, WIDTHS, Opened, needs_chromium, traces
 from tests.report.test_page import compare
 from tests.synthetic_runs import write_sweep
@@ -53,10 +54,10 @@ def test_seeds_are_averaged_at_equal_time(page):
     before = page.evaluate("JSON.stringify(state)")
     values = page.evaluate("""() => {
         state.axis = "seconds";
-        const runs = shownRuns(0), curve = average(runs, "val", (run) => run.val.bpb);
+        const runs = shownRuns(0), curve = average(runs, "val", (run) => run.val.bits_per_byte);
         const last = Math.min(...runs.map((run) => run.val.seconds.at(-1))), t = curve.x[2];
         const by_hand = mean(runs.map((run) => {
-            const i = run.val.seconds.findIndex((s) => s >= t), a = run.val.seconds, y = run.val.bpb;
+            const i = run.val.seconds.findIndex((s) => s >= t), a = run.val.seconds, y = run.val.bits_per_byte;
             return a[i] === t ? y[i] : y[i - 1] + (y[i] - y[i - 1]) * (t - a[i - 1]) / (a[i] - a[i - 1]);
         }));
         return [curve.x.at(-1), last, curve.mean[2], by_hand];
@@ -74,6 +75,24 @@ def test_a_perplexity_is_the_exponential_of_the_mean_loss_also_in_its_band(page)
     }""")
     assert values[0] == pytest.approx(values[1])
     assert values[2] == pytest.approx(values[3])
+
+
+def test_every_metric_of_the_table_has_its_validation_curves(page):
+    before = page.evaluate("JSON.stringify(state)")
+    menu = page.locator("#bits select.quantity")
+    assert menu.locator("option").all_inner_texts() == [metric.title for metric in METRICS]
+    for metric in METRICS:
+        menu.select_option(metric.name)
+        assert f"Validation {metric.title} ends at" in page.locator("#bits figcaption").inner_text()
+        assert metric.description in page.locator("#bits figcaption").inner_text()
+        drawn = page.evaluate("document.querySelector('#bits .plot').data.at(-1).y.at(-1)")
+        assert drawn == pytest.approx(
+            page.evaluate(f"""(() => {{
+            const ends = DATA.runs.filter((run) => run.group === DATA.groups.length - 1).map((run) => run.val.{metric.name}.at(-1));
+            return {"Math.exp(mean(ends.map(Math.log)))" if metric.is_log else "mean(ends)"};
+        }})()""")
+        )
+    page.evaluate("(before) => { Object.assign(state, JSON.parse(before)); drawAll(); }", before)
 
 
 def test_a_long_menu_can_be_searched(page):

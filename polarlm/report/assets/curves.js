@@ -149,11 +149,18 @@ function references(known, range) {
 const digits = (v) => Number(v.toPrecision(4)).toString();
 
 // Numbers stand in the page's order, not ranked: ranks are for the verdict.
-FIGURES.bits = () => curveFigure("val", "bits per byte", (run) => run.val.bpb,
-  (ends, verb) => `Validation bits per byte ${verb}: ` + perGroup(ends, digits),
-  "Does not depend on the tokenizer. " + DATA.validation, { reference: "bits_per_byte" });
+FIGURES.bits = () => {
+  const options = Object.entries(DATA.metrics).map(([value, metric]) => ({ value, text: metric.title }));
+  const name = choose("bits", "quantity", options, "bits_per_byte"), metric = DATA.metrics[name];
+  if (!metric) return null;
+  const fair = metric.comparable || DATA.oneTokenizer, known = (run) => run.val[name] || [];
+  return curveFigure("val", metric.title === metric.unit ? metric.unit : `${metric.title} (${metric.unit})`,
+    metric.log ? (run) => known(run).map((v) => (v > 0 ? Math.log(v) : null)) : known,
+    (ends, verb) => (fair ? `Validation ${metric.title} ${verb}: ` + perGroup(ends, digits) : `Validation ${metric.title} of different tokenizers: not comparable`),
+    metric.meaning + " " + DATA.validation, { back: metric.log ? Math.exp : undefined, reference: fair ? name : null });
+};
 
-FIGURES.perplexity = () => curveFigure("val", "perplexity", (run) => run.val.loss,
+FIGURES.perplexity = () => curveFigure("val", "perplexity", (run) => run.val.loss || [],
   (ends, verb) => (DATA.oneTokenizer ? `Validation perplexity ${verb}: ` + perGroup(ends, digits) : "Perplexities of different tokenizers: not comparable"),
   DATA.oneTokenizer ? "Per token; averaged, and its interval taken, as the loss it is the exponential of." : "Each counts its own tokens. Compare bits per byte.",
   { back: Math.exp, reference: DATA.oneTokenizer ? "perplexity" : null });
