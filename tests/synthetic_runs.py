@@ -101,6 +101,8 @@ def _metric_rows(rng, seed, facts, steps, log_every, flops_per_token, diverged):
         if step % (10 * log_every) == 0 or step == steps:
             loss = to_loss * clean
             row |= {"val/loss": loss, "val/perplexity": math.exp(loss), "val/bits_per_byte": clean}
+            row |= {"val/word_perplexity": math.exp(2 * loss), "val/character_perplexity": math.exp(loss / 2)}
+            row |= {"val/accuracy": math.exp(-loss)}
         if diverged and step > steps // 2:
             row |= {key: None for key in row if key.startswith(("train/loss", "val/"))}
         yield row
