@@ -201,7 +201,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     try:
         saved = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
         return makers[saved["kind"]](saved)
-    except UserError:
-        raise
+    except UserError as error:
+        raise error if str(folder) in str(error) else UserError(f"{folder / DESCRIPTION}: {error}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{folder / DESCRIPTION} is damaged ({type(error).__name__}: {error}).") from None

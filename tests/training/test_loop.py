@@ -1,0 +1,34 @@
+"""One run from its checks to its end: what is refused before training, and how a late failure is told."""
+
+import json
+
+import pytest
+
+from polarlm.errors import UserError
+from polarlm.training.loop import train_run
+from tests.training.loggers.offline_wandb import read_offline_run
+from tests.training.tiny_jobs import composed
+
+
+def test_a_prompt_outside_the_alphabet_is_refused_before_training(tmp_path):
+    with pytest.raises(UserError, match="λ"):
+        train_run(composed(tmp_path, "tokenizer=char", "sample.prompt='λ'"))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_fails_after_training_is_closed_as_failed(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+    def draw(folder):
+        raise RuntimeError(f"no picture of {folder.name}")
+
+    with pytest.raises(RuntimeError, match="no picture"):
+        train_run(composed(tmp_path, "logger=wandb", "name=undrawn"), pictures=draw)
+    folder = tmp_path / "runs" / "undrawn"
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()][-1] == 3
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["error"]) == ("failed", "RuntimeError: no picture of undrawn")
+    (path,) = (folder / "wandb").glob("offline-run-*")
+    record = read_offline_run(path)
+    assert (record.exit_code, record.summary["status"]) == (1, "failed")
+    assert record.summary["error"] == summary["error"]
