@@ -32,7 +32,7 @@ VOCABULARY = 4096
 def build(block: str, context: int, **shape) -> GPT:
     """A GPT with one of BLOCKS, without Hydra or Lightning in between."""
     file, changes = BLOCKS[block]
-    hyper = OmegaConf.to_container(OmegaConf.load(CONFIGS / "block" / f"{file}.yaml")) | changes
+    hyper = OmegaConf.to_container(OmegaConf.load(CONFIGS / "block" / f"{file}.yaml"), resolve=True) | changes
     hyper.pop("_partial_")
     module, name = hyper.pop("_target_").rsplit(".", 1)
     config = GPTConfig(vocab_size=VOCABULARY, context=context, **(SHAPE | shape))

@@ -13,7 +13,7 @@ from polarlm.model import GPTConfig
 from polarlm.training.batching import plan_batches, total_steps
 from polarlm.training.schedules import build_schedule
 
-GROUPS = ("model", "data", "tokenizer", "optim", "schedule", "trainer", "logger", "diagnostics")
+GROUPS = ("model", "data", "tokenizer", "optim", "schedule", "trainer", "logger", "diagnostics", "recipe")
 
 
 def choices(group: str) -> list[str]:
@@ -22,7 +22,7 @@ def choices(group: str) -> list[str]:
 
 def composed(*overrides: str) -> dict:
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return OmegaConf.to_container(compose("train", overrides=list(overrides)))
+        return OmegaConf.to_container(compose("train", overrides=list(overrides)), resolve=True)
 
 
 @pytest.mark.parametrize("choice", [f"{group}={name}" for group in GROUPS for name in choices(group)])

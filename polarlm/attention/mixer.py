@@ -5,7 +5,7 @@ Shapes: B batch, T new tokens, S tokens attended to (cache included), H query he
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,11 +32,12 @@ class MixerShape:
     rope_base: float = 10000.0
     stream_std: float = 0.02  # RMS of a fresh residual stream where it enters the first layer
     init: str = "width"  # Initialisation.kind
+    zero_init: bool = False  # maps that add to the residual stream start at zero
 
     @property
     def initial(self) -> Initialisation:
         """How large this model's fresh matrices are."""
-        return Initialisation(self.init, self.n_layer)
+        return Initialisation(self.init, self.n_layer, self.zero_init)
 
 
 class KeyValueCache:
@@ -82,6 +83,7 @@ class TokenContext:
     cache: KeyValueCache | None = None  # holds the tokens before these, and takes these
     record: Record | None = None  # filled with the intermediate quantities of this same pass
     positions: Tensor | None = None  # (T,), or (B, T) with documents; for mixers with frequencies of their own
+    shared: dict[str, Tensor] = field(default_factory=dict)  # what one layer of a pass hands to the later ones
 
 
 class Mixer(nn.Module):

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from polarlm.attention.additions import HeadGate, ValueResidual
 from polarlm.attention.estimator import Estimator, Value, choice
 from polarlm.attention.filter import record_estimate, robust_flops
 from polarlm.attention.frequencies import Frequencies, Turns
@@ -64,6 +65,8 @@ class PolarAttention(Mixer):
         radial_correlation: str = "vv",
         rotate_values: bool = True,
         frequencies: str = "shared",
+        head_gate: bool = False,
+        value_residual: bool = False,
         norm_position: str = "both",
         norm_scope: str = "per_head",
         norm_gain: str = "none",
@@ -134,6 +137,8 @@ class PolarAttention(Mixer):
         if not value_weight_decay:  # nothing but m would drift
             self.v.optim_group = "no_decay"  # type: ignore[assignment]
         self.out = linear(heads * size, d, shape.initial.residual(heads * size))
+        self.head_gate = HeadGate(shape, raw_stream=not self.pre_norm) if head_gate else None
+        self.value_residual = ValueResidual(shape) if value_residual else None
         # One gain per channel, shared by the heads, as in QK-norm; the paper has none (|q| = |k| = r).
         learned_gain = choice("norm_gain", norm_gain, ("none", "channel")) == "channel" and self.qk is not None
         self.q_gain = nn.Parameter(torch.ones(size)) if learned_gain else None
@@ -157,7 +162,7 @@ class PolarAttention(Mixer):
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         """Algorithm 1, steps 1 to 8; steps 9 and 10 (residual, feed-forward) are the block's."""
         parameters = self.estimator.read()
-        q, k, v, m = self._project(x, parameters)  # step 1
+        q, k, v, m = self._project(x, parameters, context)  # step 1
 
         turns: Turns = self.frequencies(context)  # step 2
         q_turned, k_turned = rotate(q, *turns.queries), rotate(k, *turns.keys)
@@ -208,6 +213,8 @@ class PolarAttention(Mixer):
             record_estimate(record, output)
             if output.m_bar is not None:
                 record["delta_m"] = delta_m
+        if self.head_gate is not None:
+            step = step * self.head_gate(x).unsqueeze(-1)
         return self.out(step.flatten(-2).to(v.dtype))  # step 8
 
     def _refined(self, call: RobustCall, parameters: dict[str, Tensor]) -> RobustCall:
@@ -216,7 +223,9 @@ class PolarAttention(Mixer):
         _, q = on_sphere(robust_attention(consensus, self.backend).v_bar, parameters["radius"] * 0.5**0.5)
         return replace(call, q=q)
 
-    def _project(self, x: Tensor, parameters: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _project(
+        self, x: Tensor, parameters: dict[str, Tensor], context: TokenContext
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Step 1: q, k, v (B, heads, T, Dh) on their spheres, magnitude m (B, T)."""
         heads, groups, size = self.shape.n_head, self.shape.n_kv_head, self.rotary_dim
         m = None
@@ -225,7 +234,7 @@ class PolarAttention(Mixer):
         elif self.norm_position == "pre":  # the sphere is the stream's, and so is the magnitude: m = |z|
             m, x = on_sphere(x, 1.0)
             m = parameters["gain"] * m
-        v = self.v(x)
+        v = self.v(x) if self.value_residual is None else self.value_residual(self.v(x), context)
         length, direction = on_sphere(v, 1.0)
         m = length if m is None else m
         v = direction if self.norm_values else v
@@ -275,6 +284,7 @@ class PolarAttention(Mixer):
         correlation = self.radial_correlation if self.radial != "none" else None
         attention = robust_flops(context, self.shape.n_head, self.rotary_dim, correlation)
         attention += (self.irls_steps - 1) * robust_flops(context, self.shape.n_head, self.rotary_dim)
+        attention += self.head_gate.flops_per_token() if self.head_gate is not None else 0
         return 2 * sum(layer.weight.numel() for layer in layers) + attention
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from polarlm.attention.additions import HeadGate, ValueResidual
 from polarlm.attention.estimator import (
     Estimator,
     Value,
@@ -65,6 +66,8 @@ class RobustFilterAttention(Mixer):
         mu: Value = 0.01,
         mu_spread: bool = True,
         frequencies: str = "shared",
+        head_gate: bool = False,
+        value_residual: bool = False,
         frozen: Sequence[str] = (),
         backend: str = "auto",
     ) -> None:
@@ -77,6 +80,8 @@ class RobustFilterAttention(Mixer):
         self.qkv = linear(shape.d_model, sum(self.heads) * shape.head_dim, shape.initial.hidden(shape.d_model))
         inner = shape.n_head * shape.head_dim
         self.out = linear(inner, shape.d_model, shape.initial.residual(inner))
+        self.head_gate = HeadGate(shape) if head_gate else None
+        self.value_residual = ValueResidual(shape) if value_residual else None
         if not qk_norm:  # then the weights themselves must give |q|^2 = d_h on a unit-RMS input
             with torch.no_grad():
                 queries_and_keys = self.qkv.weight[: (shape.n_head + shape.n_kv_head) * shape.head_dim]
@@ -104,6 +109,8 @@ class RobustFilterAttention(Mixer):
         if self.qk_norm:  # |q|^2 = |k|^2 = d_h complex modes: half a unit per real channel
             _, q = on_sphere(q, 0.5**0.5)
             _, k = on_sphere(k, 0.5**0.5)
+        if self.value_residual is not None:
+            v = self.value_residual(v, context)
         turns: Turns = self.frequencies(context)
         q_turned, k_turned = rotate(q, *turns.queries), rotate(k, *turns.keys)
         v_turned = rotate(v, *turns.keys) if self.rotate_values else v
@@ -129,6 +136,8 @@ class RobustFilterAttention(Mixer):
         if record is not None:
             record.update(q=q, k=k, v=v, v_bar=v_bar, update=v_bar, params=parameters, **turns.recorded())
             record_estimate(record, output)
+        if self.head_gate is not None:
+            v_bar = v_bar * self.head_gate(x).transpose(1, 2).unsqueeze(-1)
         return self.out(merge_heads(v_bar))
 
     def _noise(self, parameters: dict[str, Tensor]) -> DirectionalNoise:
@@ -150,4 +159,5 @@ class RobustFilterAttention(Mixer):
     def flops_per_token(self, context: int) -> int:
         """Projections and robust attention."""
         projections = 2 * (self.qkv.weight.numel() + self.out.weight.numel())
+        projections += self.head_gate.flops_per_token() if self.head_gate is not None else 0
         return projections + robust_flops(context, self.shape.n_head, self.shape.head_dim)

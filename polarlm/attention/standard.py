@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from polarlm.attention.additions import HeadGate, ValueResidual
 from polarlm.attention.frequencies import Frequencies, Turns
 from polarlm.attention.initialisation import linear
 from polarlm.attention.lean import rotate
@@ -29,6 +30,8 @@ class StandardAttention(Mixer):
         qk_norm: bool = False,
         rotate_values: bool = False,
         frequencies: str = "shared",
+        head_gate: bool = False,
+        value_residual: bool = False,
     ) -> None:
         super().__init__(shape)
         self.frequencies = Frequencies(frequencies, shape, shape.head_dim)
@@ -40,6 +43,8 @@ class StandardAttention(Mixer):
         # One gain per channel, shared by the heads, as in the published models that use QK-norm.
         self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if qk_norm else None
         self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if qk_norm else None
+        self.head_gate = HeadGate(shape) if head_gate else None
+        self.value_residual = ValueResidual(shape) if value_residual else None
 
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         """y_i = sum_j softmax(q_i . k_j / sqrt(Dh)) v_j, per head, then W_o."""
@@ -48,6 +53,8 @@ class StandardAttention(Mixer):
         if self.q_norm is not None and self.k_norm is not None:
             wide = torch.promote_types(v.dtype, torch.float32)  # norms are fp32 or better
             q, k = self.q_norm(q.to(wide)).to(v.dtype), self.k_norm(k.to(wide)).to(v.dtype)
+        if self.value_residual is not None:
+            v = self.value_residual(v, context)
         own = v  # the query tokens' own values, in their own frame
         turns: Turns = self.frequencies(context)
         q_turned, k_turned = rotate(q, *turns.queries), rotate(k, *turns.keys)
@@ -63,6 +70,8 @@ class StandardAttention(Mixer):
             weights, log_evidence = attention_weights(q_turned, k_turned, context.documents)
             context.record.update(q=q, k=k, v=own, v_bar=v_bar, update=update, **turns.recorded())
             context.record.update(weights=weights, log_evidence=log_evidence)
+        if self.head_gate is not None:
+            update = update * self.head_gate(x).transpose(1, 2).unsqueeze(-1)
         return self.out(merge_heads(update))
 
     def combine(self, v_bar: Tensor, own: Tensor) -> Tensor:
@@ -88,6 +97,7 @@ class StandardAttention(Mixer):
         """Projections, then one product with the keys and one with the values."""
         s = self.shape
         projections = 2 * (self.qkv.weight.numel() + self.out.weight.numel())
+        projections += self.head_gate.flops_per_token() if self.head_gate is not None else 0
         return projections + int(4 * mean_visible(context) * s.n_head * s.head_dim)
 
 

@@ -14,7 +14,6 @@ from polarlm.evaluation.text import Text
 from polarlm.evaluation.windows import WindowBatch, window_batches
 from polarlm.ignored import IGNORED
 from polarlm.model import GPT
-from polarlm.model.loss import log_probability_chunks
 
 Visit = Callable[[Tensor, Tensor], None]  # (log-probabilities (n, V), targets (n,)) of the tokens that count
 
@@ -76,7 +75,7 @@ def score_batches(model: GPT, batches: Iterable[WindowBatch], *, visit: Visit | 
 
 def _judge(model: GPT, hidden: Tensor, targets: Tensor, visit: Visit | None) -> tuple[np.ndarray, ...]:
     parts = []
-    for rows, logp in log_probability_chunks(hidden, model.head.weight):
+    for rows, logp in model.log_probabilities(hidden):
         target = targets[rows]
         picked = logp.gather(1, target[:, None])[:, 0]
         entropy = -(logp.exp() * logp).sum(-1)

@@ -97,6 +97,13 @@ class SampleSettings:
 
 
 @dataclass(frozen=True)
+class RecipeSettings:
+    """What a recipe asks of every block that can do it; the rest of a recipe stands in the other groups."""
+
+    qk_norm: bool = False
+
+
+@dataclass(frozen=True)
 class TrainSettings:
     """The keys of train.yaml itself; the groups are checked by their own schemas."""
 
@@ -110,6 +117,7 @@ class TrainSettings:
     runs_dir: str = setting(pattern=r"[^\x00]+", like="a folder")
     cache_dir: str = setting(pattern=r"[^\x00]+", like="a folder")
     sample: SampleSettings = setting()
+    recipe: RecipeSettings = setting(RecipeSettings)
 
 
 @dataclass(frozen=True)
@@ -145,6 +153,9 @@ class BlockSettings:
     radial: str | bool = setting(choices=("none", "own", "shared", "off", False))
     radial_correlation: str = setting(choices=("vv", "qk", "one"))
     frequencies: str = setting(choices=("shared", "per_head", "learned"))
+    qk_norm: bool = setting()
+    head_gate: bool = setting()
+    value_residual: bool = setting()
     norm_position: str = setting(choices=("post", "pre", "both"))
     norm_scope: str = setting(choices=("global", "per_head"))
     norm_gain: str = setting(choices=("none", "channel"))

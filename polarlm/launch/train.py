@@ -68,7 +68,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     return config
 
 
-SIZES = ("d_model", "n_layer", "n_head", "n_kv_head", "head_dim", "ffn", "ffn_mult")
+SIZES = ("d_model", "n_layer", "n_head", "n_kv_head", "head_dim", "ffn", "ffn_mult", "ffn_width")
 
 
 def size_name(model: dict[str, Any], choice: str) -> str:

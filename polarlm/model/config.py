@@ -19,15 +19,18 @@ class GPTConfig:
     n_head: int = setting(at_least=1)
     n_kv_head: int | None = setting(None, at_least=1)  # fewer than n_head: grouped-query attention
     head_dim: int | None = setting(None, at_least=1)  # d_model / n_head when not given
-    ffn: str = setting("swiglu", choices=("swiglu", "gelu"))
+    ffn: str = setting("swiglu", choices=("swiglu", "gelu", "relu2"))
     # Hidden size in units of d_model, as for GELU; SwiGLU takes 2/3 of it (equal parameters).
     ffn_mult: float = setting(4.0, above=0)
+    ffn_width: int | None = setting(None, at_least=1)  # the hidden size itself, instead of ffn_mult
     tie_embeddings: bool = True
     dropout: float = setting(0.0, at_least=0, below=1)
     rope_base: float = setting(10000.0, above=1)
     norm_eps: float = setting(1e-6, above=0)
     # Deviation of fresh matrices: width (1/sqrt of the inputs) | gpt2 (0.02).
     init: str = setting("width", choices=("width", "gpt2"))
+    zero_init: bool = False  # maps that add to the stream (attention output, feed-forward down) start at zero
+    logit_cap: float | None = setting(None, above=0)  # c: logits are c tanh(logits / c)
     # Where the stream is normalised: pre (before each branch) | post (after each addition).
     frame: str = setting("pre", choices=("pre", "post"))
     checkpointing: bool = False  # recompute each block in the backward pass instead of storing it

@@ -1,38 +1,56 @@
-"""The position-wise half of a block: GELU (GPT-2) or SwiGLU (Llama), at equal parameter count."""
+"""The position-wise half of a block: GELU (GPT-2), SwiGLU (Llama) or squared ReLU, at equal parameter count."""
 
 from __future__ import annotations
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polarlm.attention.initialisation import Initialisation, linear
+from polarlm.attention.initialisation import FEED_FORWARD_RMS, Initialisation, linear
 from polarlm.errors import UserError
 
 SWIGLU_MULTIPLE = 32  # hidden sizes that matrix units like
 
 
+SQUARED_RELU_RMS = 1.5**0.5  # of relu(g)^2, g ~ N(0, 1)
+
+
 class GeluFeedForward(nn.Module):
     """W_down gelu(W_up x), hidden size mult*d."""
 
-    def __init__(self, d_model: int, mult: float, init: Initialisation) -> None:
+    def __init__(self, d_model: int, hidden: int, init: Initialisation) -> None:
         super().__init__()
-        self.hidden = int(mult * d_model)
-        self.up = linear(d_model, self.hidden, init.hidden(d_model))
-        self.down = linear(self.hidden, d_model, init.residual(self.hidden))
+        self.hidden = hidden
+        self.up = linear(d_model, hidden, init.hidden(d_model))
+        self.down = linear(hidden, d_model, init.residual(hidden))
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, d) -> (B, T, d)."""
         return self.down(F.gelu(self.up(x)))
 
 
+class SquaredReluFeedForward(nn.Module):
+    """W_down relu(W_up x)^2 (So et al. 2021, "Primer"), hidden size mult*d."""
+
+    def __init__(self, d_model: int, hidden: int, init: Initialisation) -> None:
+        super().__init__()
+        self.hidden = hidden
+        self.up = linear(d_model, hidden, init.hidden(d_model))
+        # A square has twice the RMS of its rivals; the branch starts at their scale all the same.
+        self.down = linear(hidden, d_model, init.residual(hidden) * FEED_FORWARD_RMS / SQUARED_RELU_RMS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, d) -> (B, T, d)."""
+        return self.down(F.relu(self.up(x)).square())
+
+
 class SwiGLUFeedForward(nn.Module):
     """W_down (silu(W_gate x) * W_up x); hidden size 2/3 mult*d, so that three matrices cost as much as GELU's two."""
 
-    def __init__(self, d_model: int, mult: float, init: Initialisation) -> None:
+    def __init__(self, d_model: int, hidden: int, init: Initialisation) -> None:
         super().__init__()
-        self.hidden = -(-int(mult * d_model * 2 / 3) // SWIGLU_MULTIPLE) * SWIGLU_MULTIPLE
-        self.gate_up = linear(d_model, 2 * self.hidden, init.hidden(d_model))
-        self.down = linear(self.hidden, d_model, init.residual(self.hidden))
+        self.hidden = hidden
+        self.gate_up = linear(d_model, 2 * hidden, init.hidden(d_model))
+        self.down = linear(hidden, d_model, init.residual(hidden))
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, d) -> (B, T, d)."""
@@ -40,11 +58,22 @@ class SwiGLUFeedForward(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
-FEED_FORWARDS = {"gelu": GeluFeedForward, "swiglu": SwiGLUFeedForward}
+FEED_FORWARDS = {"gelu": GeluFeedForward, "relu2": SquaredReluFeedForward, "swiglu": SwiGLUFeedForward}
 
 
-def build_feed_forward(kind: str, d_model: int, mult: float, init: Initialisation) -> nn.Module:
+def hidden_size(kind: str, d_model: int, mult: float, width: int | None = None) -> int:
+    """Hidden channels: `width`, or mult*d (SwiGLU: 2/3 of it, rounded up to what matrix units like)."""
+    if width is not None:
+        return width
+    if kind == "swiglu":
+        return -(-int(mult * d_model * 2 / 3) // SWIGLU_MULTIPLE) * SWIGLU_MULTIPLE
+    return int(mult * d_model)
+
+
+def build_feed_forward(
+    kind: str, d_model: int, mult: float, init: Initialisation, width: int | None = None
+) -> nn.Module:
     """The feed-forward named by `model.ffn`."""
     if kind not in FEED_FORWARDS:
         raise UserError(f"model.ffn is {kind!r}; allowed: {', '.join(FEED_FORWARDS)}.")
-    return FEED_FORWARDS[kind](d_model, mult, init)
+    return FEED_FORWARDS[kind](d_model, hidden_size(kind, d_model, mult, width), init)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -17,7 +17,7 @@ from polarlm.geometry import rotary_tables
 from polarlm.model.block import Block
 from polarlm.model.config import GPTConfig
 from polarlm.model.feed_forward import build_feed_forward
-from polarlm.model.loss import chunked_cross_entropy, chunked_tally
+from polarlm.model.loss import cap_logits, chunked_cross_entropy, chunked_tally, log_probability_chunks
 from polarlm.model.norm import RMSNorm
 
 
@@ -40,7 +40,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = c = config
         self.embedding = nn.Embedding(c.vocab_size, c.d_model)
-        std = embedding_std(c.vocab_size, c.d_model, c.tie_embeddings, c.init)
+        std = embedding_std(c.vocab_size, c.d_model, c.tie_embeddings, c.init, c.zero_init)
         nn.init.normal_(self.embedding.weight, std=std)
         self.dropout = nn.Dropout(c.dropout)
         self.blocks = nn.ModuleList(self._block(layer, mixer, std) for layer in range(c.n_layer))
@@ -63,8 +63,9 @@ class GPT(nn.Module):
             rope_base=c.rope_base,
             stream_std=stream_std if c.frame == "pre" else 1.0,
             init=c.init,
+            zero_init=c.zero_init,
         )
-        feed_forward = build_feed_forward(c.ffn, c.d_model, c.ffn_mult, shape.initial)
+        feed_forward = build_feed_forward(c.ffn, c.d_model, c.ffn_mult, shape.initial, c.ffn_width)
         return Block(mixer(shape), feed_forward, c.d_model, c.dropout, c.norm_eps, c.frame)
 
     def _blocks(self) -> list[Block]:
@@ -72,7 +73,15 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor, **context: Any) -> Tensor:
         """Logits (B, T, V) of the next token; `context` is what `hidden` takes besides the tokens."""
-        return self.head(self.hidden(tokens, **context))
+        return self.logits(self.hidden(tokens, **context))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits (…, V) of final states (…, d)."""
+        return cap_logits(self.head(hidden), self.config.logit_cap)
+
+    def log_probabilities(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """(rows, log-probabilities (n, V)) of final states (N, d), a chunk at a time, in fp32 or better."""
+        return log_probability_chunks(hidden, self.head.weight, cap=self.config.logit_cap)
 
     def hidden(
         self,
@@ -93,6 +102,7 @@ class GPT(nn.Module):
         if self.config.frame == "post":  # every block of this frame gets a normalised stream, the first one too
             x = F.rms_norm(x, x.shape[-1:], eps=self.config.norm_eps)
         x = self.dropout(x)
+        shared: dict[str, Tensor] = {}
         for layer, block in enumerate(self._blocks()):
             context = TokenContext(
                 rotary,
@@ -100,6 +110,7 @@ class GPT(nn.Module):
                 cache.layers[layer] if cache is not None else None,
                 {} if record is not None else None,
                 positions,
+                shared,
             )
             if self.config.checkpointing and self.training and record is None:
                 x = checkpoint(block, x, context, use_reentrant=False)
@@ -125,12 +136,13 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Cross-entropy in nats over targets that are not -100; reduction mean, sum or none (B, T)."""
         hidden = self.hidden(tokens, documents=documents)
-        return chunked_cross_entropy(hidden, self.head.weight, targets, reduction)
+        return chunked_cross_entropy(hidden, self.head.weight, targets, reduction, cap=self.config.logit_cap)
 
     def tally(self, tokens: Tensor, targets: Tensor, *, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(summed loss in nats, number of targets held more likely than every other token), without gradients."""
         with torch.no_grad():
-            return chunked_tally(self.hidden(tokens, documents=documents), self.head.weight, targets)
+            hidden = self.hidden(tokens, documents=documents)
+            return chunked_tally(hidden, self.head.weight, targets, cap=self.config.logit_cap)
 
     def new_cache(self, batch: int, length: int) -> Cache:
         """An empty key-value cache for `length` tokens per row."""
@@ -151,7 +163,7 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
 
-def embedding_std(vocab_size: int, d_model: int, tied: bool, init: str = "width") -> float:
+def embedding_std(vocab_size: int, d_model: int, tied: bool, init: str = "width", zero_init: bool = False) -> float:
     """Deviation of embedding and output rows: 0.02, or less where a fresh loss would exceed ln V by 2 %."""
     nats = 0.01 * math.log(max(vocab_size, 2))  # what each of two effects may cost
     # A logit of variance d std^2 costs half of it.
@@ -161,6 +173,7 @@ def embedding_std(vocab_size: int, d_model: int, tied: bool, init: str = "width"
         # add to every channel, so cos = std / hypot(std, added); the largest a, solved for std.
         half = math.log1p(vocab_size * math.expm1(nats)) / 2
         added = Initialisation().added_rms(d_model, 1) if init == "width" else d_model * GPT2_STD**2 / 4
+        added = 0.0 if zero_init else added
         std = min(std, (2 * half * (half + math.hypot(half, d_model * added))) ** 0.5 / d_model)
     return std
 

@@ -16,27 +16,35 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 def chunked_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str = "mean", chunk: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    reduction: str = "mean",
+    chunk: int | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Cross-entropy of the logits hidden (…,d) @ weight (V,d)ᵀ against targets (…); targets of −100 do not count.
 
     `mean` divides by the number of targets that count; `none` has the shape of `targets` with 0 where nothing counts.
-    The soft-max statistics are fp32 whatever the products are formed in. `chunk` is in tokens.
+    The soft-max statistics are fp32 whatever the products are formed in. `chunk` is in tokens; `cap` bounds
+    the logits (`cap_logits`).
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}; it must be one of {', '.join(REDUCTIONS)}.")
     chunk = chunk or max(SMALLEST_CHUNK, CHUNK_LOGITS // weight.shape[0])
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     if reduction == "none":
-        return _PerToken.apply(rows, weight, flat, chunk).view(targets.shape)
-    total = _Total.apply(rows, weight, flat, chunk)
+        return _PerToken.apply(rows, weight, flat, chunk, cap).view(targets.shape)
+    total = _Total.apply(rows, weight, flat, chunk, cap)
     if reduction == "sum":
         return total
     return total / (flat != IGNORED).sum().clamp_min(1)
 
 
 @torch.no_grad()
-def chunked_tally(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int | None = None) -> tuple[Tensor, Tensor]:
+def chunked_tally(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int | None = None, cap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """(summed loss, hits) of one pass: the bits of reduction="sum", and how often the target beat every other token."""
     chunk = chunk or max(SMALLEST_CHUNK, CHUNK_LOGITS // weight.shape[0])
     rows, flat, dtype = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), _product_dtype(hidden)
@@ -45,7 +53,7 @@ def chunked_tally(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int | 
     with torch.autocast(hidden.device.type, enabled=False):
         w = weight.to(dtype)
         for x, y in zip(rows.split(chunk), flat.split(chunk)):
-            logits = _logits(x.to(dtype), w)
+            logits = _logits(x.to(dtype), w, cap)
             total += _losses(logits, y)[0].sum()
             target = y.clamp_min(0)[:, None]
             picked = logits.gather(1, target)[:, 0]
@@ -54,7 +62,9 @@ def chunked_tally(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int | 
     return total, hits
 
 
-def log_probability_chunks(hidden: Tensor, weight: Tensor, chunk: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+def log_probability_chunks(
+    hidden: Tensor, weight: Tensor, chunk: int | None = None, cap: float | None = None
+) -> Iterator[tuple[slice, Tensor]]:
     """(rows, log-probabilities (n, V)) of the predictions from hidden (N, d), a chunk at a time, in fp32 or better."""
     chunk = chunk or max(SMALLEST_CHUNK, CHUNK_LOGITS // weight.shape[0])
     dtype = _product_dtype(hidden)
@@ -62,7 +72,12 @@ def log_probability_chunks(hidden: Tensor, weight: Tensor, chunk: int | None = N
         w = weight.to(dtype)
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
-            yield rows, _logits(hidden[rows].to(dtype), w).log_softmax(-1)
+            yield rows, _logits(hidden[rows].to(dtype), w, cap).log_softmax(-1)
+
+
+def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
+    """cap tanh(logits / cap): the same near zero, never beyond ±cap; unchanged without a cap."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def _product_dtype(hidden: Tensor) -> torch.dtype:
@@ -70,18 +85,23 @@ def _product_dtype(hidden: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
-def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, cap: float | None) -> Tensor:
     statistics = torch.promote_types(hidden.dtype, torch.float32)
-    return (hidden @ weight.t()).to(statistics)
+    return cap_logits((hidden @ weight.t()).to(statistics), cap)
 
 
-def _to_logit_gradient(logits: Tensor, lse: Tensor, targets: Tensor, scale: Tensor | None) -> Tensor:
-    """Overwrite logits with ∂(Σ scale·loss)/∂logits = scale·(soft-max − one-hot), zero where the target is ignored."""
+def _to_logit_gradient(logits: Tensor, lse: Tensor, targets: Tensor, scale: Tensor | None, cap: float | None) -> Tensor:
+    """Overwrite logits with ∂(Σ scale·loss)/∂logits = scale·(soft-max − one-hot), zero where the target is ignored.
+
+    With a cap, with respect to the logits before it: tanh' = 1 − tanh².
+    """
     counted = targets != IGNORED
+    slope = None if cap is None else 1 - (logits / cap).square()
     logits.sub_(lse[:, None]).exp_()
     one_hot = counted.to(logits.dtype)
     logits.scatter_add_(1, targets.clamp_min(0)[:, None], -one_hot[:, None])
-    return logits.mul_((one_hot if scale is None else one_hot * scale)[:, None])
+    logits.mul_((one_hot if scale is None else one_hot * scale)[:, None])
+    return logits if slope is None else logits.mul_(slope)
 
 
 def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,7 +114,7 @@ class _Total(torch.autograd.Function):
     """Summed loss; the gradients are formed while a chunk's logits are at hand, so nothing is computed twice."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, cap: float | None) -> Tensor:
         dtype = _product_dtype(hidden)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         d_hidden = torch.empty_like(hidden) if need_hidden else None
@@ -105,12 +125,12 @@ class _Total(torch.autograd.Function):
             for start in range(0, hidden.shape[0], chunk):
                 rows = slice(start, start + chunk)
                 x = hidden[rows].to(dtype)
-                logits = _logits(x, w)
+                logits = _logits(x, w, cap)
                 losses, lse = _losses(logits, targets[rows])
                 total += losses.sum()
                 if not (need_hidden or need_weight):
                     continue
-                d_logits = _to_logit_gradient(logits, lse, targets[rows], None).to(dtype)
+                d_logits = _to_logit_gradient(logits, lse, targets[rows], None, cap).to(dtype)
                 if d_hidden is not None:
                     d_hidden[rows] = d_logits @ w
                 if d_weight is not None:
@@ -121,18 +141,19 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor):
         d_hidden, d_weight = (None if g is None else g * gradient.to(g.dtype) for g in ctx.saved_tensors)
-        return d_hidden, d_weight, None, None
+        return d_hidden, d_weight, None, None, None
 
 
 class _PerToken(torch.autograd.Function):
     """One loss per token; the backward pass, where the tokens' own gradients arrive, forms the logits again."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-        ctx.chunk, ctx.dtype = chunk, _product_dtype(hidden)
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, cap: float | None) -> Tensor:
+        ctx.chunk, ctx.cap, ctx.dtype = chunk, cap, _product_dtype(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
             w = weight.to(ctx.dtype)
-            parts = [_losses(_logits(x.to(ctx.dtype), w), y) for x, y in zip(hidden.split(chunk), targets.split(chunk))]
+            pieces = zip(hidden.split(chunk), targets.split(chunk))
+            parts = [_losses(_logits(x.to(ctx.dtype), w, cap), y) for x, y in pieces]
         losses, lse = (torch.cat(part) for part in zip(*parts))
         ctx.save_for_backward(hidden, weight, targets, lse)
         return losses
@@ -148,12 +169,13 @@ class _PerToken(torch.autograd.Function):
             for start in range(0, hidden.shape[0], ctx.chunk):
                 rows = slice(start, start + ctx.chunk)
                 x = hidden[rows].to(ctx.dtype)
-                d_logits = _to_logit_gradient(_logits(x, w), lse[rows], targets[rows], gradient[rows]).to(ctx.dtype)
+                logits = _logits(x, w, ctx.cap)
+                d_logits = _to_logit_gradient(logits, lse[rows], targets[rows], gradient[rows], ctx.cap).to(ctx.dtype)
                 if d_hidden is not None:
                     d_hidden[rows] = d_logits @ w
                 if d_weight is not None:
                     _add_product(d_weight, d_logits, x)
-        return d_hidden, d_weight, None, None
+        return d_hidden, d_weight, None, None, None
 
 
 def _add_product(total: Tensor, d_logits: Tensor, x: Tensor) -> None:

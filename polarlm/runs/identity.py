@@ -11,8 +11,11 @@ from typing import Any
 from polarlm.errors import UserError
 
 # Settings that may change between a killed run and its continuation without making it another experiment.
-# (The names of choices are not what they choose: a run made by hand and the same run in a named sweep are one.)
-IRRELEVANT = ("name", "group", "resume", "runs_dir", "cache_dir", "logger", "sample", "diagnostics", "choices")
+# (The names of choices are not what they choose: a run made by hand and the same run in a named sweep are one. What a
+# recipe asks for stands in the groups that do it.)
+IRRELEVANT = (
+    "name", "group", "resume", "runs_dir", "cache_dir", "logger", "sample", "diagnostics", "choices", "recipe",
+)  # fmt: skip
 IRRELEVANT_TRAINER = (
     "accelerator", "devices", "nodes", "strategy", "log_every", "val_every",
     "checkpoint_every", "keep_checkpoints", "on_nonfinite", "max_incidents", "spike_z",

@@ -19,7 +19,7 @@ LADDER += ["polar_undecayed", "polar_magnitude", "polar_decay", "polar_student",
 
 def block_config(name: str) -> dict:
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return OmegaConf.to_container(compose(config_name=f"block/{name}").block)
+        return OmegaConf.to_container(compose(config_name=f"block/{name}").block, resolve=True)
 
 
 def sweep_parameters(name: str) -> dict[str, list[str]]:

@@ -46,8 +46,8 @@ def test_every_attention_branch_starts_at_the_same_scale(name, width):
 
 @pytest.mark.parametrize("width", [64, 256, 1024])
 @pytest.mark.parametrize(
-    ("ffn", "hidden"), [("swiglu", 0.597), ("gelu", 0.652)]
-)  # RMS of silu(g)u and gelu(g), g ~ N(0,1)
+    ("ffn", "hidden"), [("swiglu", 0.597), ("gelu", 0.652), ("relu2", 0.6)]
+)  # RMS of silu(g)u and gelu(g), g ~ N(0,1); the square of ReLU is scaled to theirs
 def test_every_feed_forward_branch_starts_at_the_same_scale(ffn, hidden, width):
     size = GPTConfig(vocab_size=61, context=CONTEXT, d_model=width, n_layer=LAYERS, n_head=2, ffn=ffn)
     model = GPT(size, StandardAttention)

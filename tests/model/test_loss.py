@@ -15,17 +15,20 @@ def _inputs(tokens: int = 37, d: int = 16, vocab: int = 61, dtype=torch.float64)
     return hidden, weight, targets
 
 
-def _plain(hidden, weight, targets, reduction):
-    loss = F.cross_entropy((hidden @ weight.t()).flatten(0, 1), targets.flatten(), reduction=reduction)
+def _plain(hidden, weight, targets, reduction, cap=None):
+    logits = hidden @ weight.t()
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction=reduction)
     return loss.view_as(targets) if reduction == "none" else loss
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("chunk", [1, 8, 37, 1000])
-def test_value_and_gradients_equal_cross_entropy(reduction, chunk):
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_value_and_gradients_equal_cross_entropy(reduction, chunk, cap):
     hidden, weight, targets = _inputs()
-    ours = chunked_cross_entropy(hidden, weight, targets, reduction, chunk)
-    plain = _plain(hidden, weight, targets, reduction)
+    ours = chunked_cross_entropy(hidden, weight, targets, reduction, chunk, cap)
+    plain = _plain(hidden, weight, targets, reduction, cap)
     torch.testing.assert_close(ours, plain)
     upstream = torch.randn_like(plain)
     for a, b in zip(
@@ -90,3 +93,5 @@ def test_hits_are_targets_that_beat_every_other_token_and_count():
     total, hits = chunked_tally(hidden, weight, targets)
     assert hits == 1
     torch.testing.assert_close(total, chunked_cross_entropy(hidden, weight, targets, "sum"))
+    capped = chunked_tally(hidden, weight, targets, cap=2.0)[0]
+    torch.testing.assert_close(capped, _plain(hidden, weight, targets, "sum", 2.0))

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from polarlm.data.tokenizers.tokenizer import ByteTokenizer
 from polarlm.locations import CONFIGS
@@ -17,15 +19,16 @@ SIZES = {"context": 24, "d_model": 32, "n_layer": 2, "n_head": 2}
 
 def block_settings(block: str) -> dict[str, Any]:
     """configs/block/<block>.yaml with what it inherits."""
-    own = yaml.safe_load((CONFIGS / "block" / f"{block}.yaml").read_text())
-    parents = [str(name).partition("@")[0] for name in own.pop("defaults", []) if name != "_self_"]
-    return {key: value for source in (*map(block_settings, parents), own) for key, value in source.items()}
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return OmegaConf.to_container(compose(config_name=f"block/{block}").block, resolve=True)
 
 
-def made_up_run(folder: Path, block: str = "standard", **model: Any) -> RestoredRun:
+def made_up_run(
+    folder: Path, block: str = "standard", switches: dict[str, Any] | None = None, **model: Any
+) -> RestoredRun:
     """A restored run of any block in configs/block, with weights far enough from zero to have opinions."""
     torch.manual_seed(3)
-    options = block_settings(block)
+    options = block_settings(block) | (switches or {})
     config = {
         "seed": 1,
         "block": options,

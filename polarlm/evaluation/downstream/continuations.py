@@ -14,7 +14,6 @@ import torch
 
 from polarlm.data import Tokenizer
 from polarlm.model import GPT
-from polarlm.model.loss import log_probability_chunks
 
 BATCH_TOKENS = 8192
 
@@ -61,7 +60,7 @@ def likelihoods(model: GPT, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
         hidden = model.hidden(tokens.to(device))[counted.to(device)]
         wanted = targets[counted].to(device)
         nats, hits = [], []
-        for part, logp in log_probability_chunks(hidden, model.head.weight):
+        for part, logp in model.log_probabilities(hidden):
             nats.append(logp.gather(1, wanted[part, None])[:, 0].double())
             hits.append(logp.argmax(-1) == wanted[part])
         sums, all_hits = torch.cat(nats).cpu(), torch.cat(hits).cpu()

@@ -17,6 +17,7 @@ def is_llama(model: GPT) -> bool:
     return (
         model.config.ffn == "swiglu"
         and model.config.frame == "pre"
+        and model.config.logit_cap is None
         and all(
             type(mixer) is StandardAttention and not mixer.rotate_values and mixer.frequencies.kind == "shared"
             for mixer in mixers

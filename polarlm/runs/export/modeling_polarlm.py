@@ -157,7 +157,7 @@ class PolarlmForCausalLM(PreTrainedModel, GenerationMixin):
         if past_key_values is None and (use_cache if use_cache is not None else self.config.use_cache):
             past_key_values = None if self.training else PolarlmCache(self.config.num_hidden_layers)
         hidden = self.model.hidden(input_ids, cache=past_key_values)
-        logits = self.model.head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+        logits = self.model.logits(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
