@@ -1,9 +1,9 @@
-"""Rotation and normalisation in as few passes over memory as possible, forward and backward.
+"""Rotation, normalisation and gating in as few passes over memory as possible, forward and backward.
 
 Every pass over the activations costs about as much as a twentieth of the block's matrix products, and autograd's own
 derivative of these chains makes two to three times as many passes as needed. Same values as `geometry.rotate` and as
-the plain formula of `on_sphere`, which torch.compile (it fuses them anyway) and learned phases still use. In fp32 on a
-CPU native code does either in one pass.
+the plain formulas of the others, which torch.compile (it fuses them anyway) and learned phases still use. In fp32 on a
+CPU native code does each in one pass.
 """
 
 from __future__ import annotations
@@ -11,9 +11,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from polarlm.attention.kernels.native_rows import sphere, sphere_backward, takes_rows, turn
+from polarlm.attention.kernels.native_rows import (
+    gate,
+    gate_backward,
+    norm,
+    norm_backward,
+    sphere,
+    sphere_backward,
+    takes_rows,
+    turn,
+)
 from polarlm.geometry import rotate as plain_rotate
 
 # Only keeps the zero vector finite: a fresh un-normalised stream is small but meaningful.
@@ -92,3 +102,57 @@ class _Sphere(torch.autograd.Function):
         scale = radius / rms
         dx = torch.addcmul(d_y * scale, x, (d_rms - scale * along / rms) / (x.shape[-1] * rms))
         return dx, (along / rms).sum() if ctx.needs_input_grad[1] else None
+
+
+def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """x·gain/rms(x) over the last axis, in x's precision."""
+    if x.dim() != 3 or gain.dtype != x.dtype or not takes_rows(x):
+        return F.rms_norm(x, gain.shape, gain, eps)
+    return _Norm.apply(x, gain, eps) if torch.is_grad_enabled() else norm(x, gain, eps)[1]
+
+
+class _Norm(torch.autograd.Function):
+    """With g = gain ∂y: dx = (g − x ⟨g, x⟩/(n rms²))/rms."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        rms, y = norm(x, gain, eps)
+        ctx.save_for_backward(x, gain, rms)
+        ctx.eps = eps
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        (d_y,), (x, gain, rms) = gradients, ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return *norm_backward(x, gain, rms, d_y), None
+        scale = (x.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()  # again: this derivative is differentiated
+        inner = torch.linalg.vecdot(d_y * gain, x).unsqueeze(-1) * scale.square() / x.shape[-1]
+        return (d_y * gain - x * inner) * scale, (d_y * x * scale).sum((0, 1)), None
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate)·up of x (…, 2n), which holds the gate and then the other half."""
+    whole_vectors = x.shape[-1] % 32 == 0
+    if x.dim() != 3 or not whole_vectors or not takes_rows(x):
+        gated, up = x.chunk(2, dim=-1)
+        return F.silu(gated) * up
+    return _SwiGLU.apply(x) if torch.is_grad_enabled() else gate(x)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """With s = σ(g): ∂g = ∂y u s (1 + g (1 − s)), ∂u = ∂y g s."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return gate(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (d_y,), (x,) = gradients, ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return gate_backward(x, d_y)
+        gated, up = x.chunk(2, dim=-1)
+        s = gated.sigmoid()
+        return torch.cat((d_y * up * s * (1 + gated * (1 - s)), d_y * gated * s), dim=-1)

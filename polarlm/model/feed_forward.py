@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polarlm.attention.initialisation import FEED_FORWARD_RMS, Initialisation, linear
+from polarlm.attention.lean import swiglu
 from polarlm.errors import UserError
 
 SWIGLU_MULTIPLE = 32  # hidden sizes that matrix units like
@@ -54,8 +55,7 @@ class SwiGLUFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, d) -> (B, T, d)."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(swiglu(self.gate_up(x)))
 
 
 FEED_FORWARDS = {"gelu": GeluFeedForward, "relu2": SquaredReluFeedForward, "swiglu": SwiGLUFeedForward}

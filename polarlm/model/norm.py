@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from polarlm.attention.lean import rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -18,4 +19,4 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last axis; the result has x's dtype."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
+        return rms_norm(x.to(wide), self.weight.to(wide), self.eps).to(x.dtype)

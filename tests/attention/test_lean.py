@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from polarlm.attention.estimator import Estimator
 from polarlm.attention.kernels.native_rows import takes_rows
-from polarlm.attention.lean import on_sphere, rotate
+from polarlm.attention.lean import on_sphere, rms_norm, rotate, swiglu
 from polarlm.geometry import rotate as plain_rotate
 from polarlm.geometry.transport import rotary_tables
 
@@ -110,3 +111,36 @@ def test_scalars_read_without_gradients_follow_every_change() -> None:
                 assert torch.equal(value, estimator[name]())
     assert estimator.read()["a"].requires_grad
     assert not estimator.read()["b"].requires_grad
+
+
+@pytest.mark.parametrize(("batch", "tokens", "size"), [(1, 1, 32), (2, 63, 96), (3, 65, 128)])
+def test_norm_and_gate_equal_the_plain_formulas(batch: int, tokens: int, size: int) -> None:
+    x = torch.randn(batch, tokens, size).mul(2).requires_grad_()
+    gain = torch.rand(size).add(0.5).requires_grad_()
+    assert takes_rows(x.detach())
+    pairs = [
+        (rms_norm(x, gain, 1e-3), F.rms_norm(x, (size,), gain, 1e-3), [x, gain]),
+        (swiglu(x), F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1], [x]),
+    ]
+    for ours, theirs, inputs in pairs:
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradients((ours,), inputs), gradients((theirs,), inputs), rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        assert torch.equal(rms_norm(x, gain, 1e-3), pairs[0][0]) and torch.equal(swiglu(x), pairs[1][0])
+
+
+def test_norm_and_gate_of_extreme_numbers_stay_finite() -> None:
+    x = torch.tensor([0.0, 1e-20, 200.0, -200.0]).repeat(1, 3, 8).requires_grad_()
+    (rms_norm(x, torch.ones(32), 1e-6).sum() + swiglu(x).sum() + rms_norm(0 * x, torch.ones(32), 1e-6).sum()).backward()
+    assert x.grad is not None and torch.isfinite(x.grad).all()
+
+
+def test_norm_and_gate_can_be_differentiated_twice() -> None:
+    x, gain = torch.randn(2, 5, 32, requires_grad=True), torch.rand(32, requires_grad=True)
+    plain = (lambda: F.rms_norm(x, (32,), gain, 1e-6), lambda: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1])
+    for ours, theirs in zip((lambda: rms_norm(x, gain, 1e-6), lambda: swiglu(x)), plain):
+        second = []
+        for function in (ours, theirs):
+            (first,) = torch.autograd.grad(function().pow(3).sum(), x, create_graph=True)
+            second.append(torch.autograd.grad(first.square().sum(), x)[0])
+        torch.testing.assert_close(*second, rtol=1e-3, atol=1e-4)

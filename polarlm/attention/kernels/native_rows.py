@@ -1,4 +1,4 @@
-"""Rotation and normalisation by native code (native/rows.h): one pass over memory each, forward and backward."""
+"""Rotation, normalisation and gating by native code (native/rows.h): one pass over memory each, and the way back."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class _Rows(ctypes.Structure):
     _fields_ = [
         *[(name, ctypes.c_int64) for name in ("batch", "heads", "tokens", "channels", "threads")],
         *[(name, ctypes.c_double) for name in ("radius", "eps")],
-        *[(name, _Operand) for name in ("x", "y", "cos", "sin", "rms", "d_y", "d_rms", "d_x")],
+        *[(name, _Operand) for name in ("x", "y", "cos", "sin", "rms", "d_y", "d_rms", "d_x", "gain")],
         ("d_radius", ctypes.c_void_p),
+        ("d_gain", ctypes.c_void_p),
     ]
 
 
@@ -59,20 +60,59 @@ def sphere_backward(x: Tensor, radius: float, rms: Tensor, d_rms: Tensor, d_y: T
     x, d_y = _side_by_side(x), _side_by_side(d_y)
     d_x = torch.empty_like(x)
     d_radius = torch.empty(x.shape[0], -(-x.shape[-2] // CHUNK), dtype=torch.float64)
-    _run("sphere_backward", x, radius, d_radius=d_radius, rms=rms, d_rms=d_rms, d_y=d_y, d_x=d_x)
+    _run("sphere_backward", x, radius, sums={"d_radius": d_radius}, rms=rms, d_rms=d_rms, d_y=d_y, d_x=d_x)
     return d_x, d_radius.sum().to(x.dtype)
 
 
+def norm(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """RMS (B,T,1) of the rows of x (B,T,D), and x·gain/rms."""
+    x = _side_by_side(x)
+    rms, y = x.new_empty(*x.shape[:-1], 1), torch.empty_like(x)
+    _run("norm", x, eps=eps, y=y, rms=rms, gain=gain.expand_as(x))
+    return rms, y
+
+
+def norm_backward(x: Tensor, gain: Tensor, rms: Tensor, d_y: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the gain, which is summed in a fixed order."""
+    x, d_y = _side_by_side(x), _side_by_side(d_y)
+    d_x, d_gain = torch.empty_like(x), x.new_zeros(x.shape[0] * -(-x.shape[1] // CHUNK), x.shape[2])
+    _run("norm_backward", x, sums={"d_gain": d_gain}, rms=rms, d_y=d_y, d_x=d_x, gain=gain.expand_as(x))
+    return d_x, d_gain.sum(0)
+
+
+def gate(x: Tensor) -> Tensor:
+    """silu(g)·u of x (B,T,2n), which holds g and then u."""
+    x = _side_by_side(x)
+    y = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+    _run("gate", x, channels=y.shape[-1], y=y)
+    return y
+
+
+def gate_backward(x: Tensor, d_y: Tensor) -> Tensor:
+    """The gradient of x."""
+    x, d_y = _side_by_side(x), _side_by_side(d_y)
+    d_x = torch.empty_like(x)
+    _run("gate_backward", x, channels=d_y.shape[-1], d_y=d_y, d_x=d_x)
+    return d_x
+
+
 def _run(
-    name: str, x: Tensor, radius: float, eps: float = 0.0, d_radius: Tensor | None = None, **operands: Tensor
+    name: str,
+    x: Tensor,
+    radius: float = 1.0,
+    eps: float = 0.0,
+    channels: int | None = None,
+    sums: dict[str, Tensor] | None = None,
+    **operands: Tensor,
 ) -> None:
     heads = x.shape[1] if x.dim() == 4 else 1
     threads = torch.get_num_threads() if x.numel() >= WORTH_SHARING else 1
-    rows = _Rows(x.shape[0], heads, x.shape[-2], x.shape[-1], threads, radius, eps)
+    rows = _Rows(x.shape[0], heads, x.shape[-2], channels or x.shape[-1], threads, radius, eps)
     for key, value in ({"x": x} | operands).items():
         batch, *head, token = value.stride()[:-1]
         setattr(rows, key, _Operand(value.data_ptr(), Strides(batch, head[0] if head else 0, token)))
-    rows.d_radius = None if d_radius is None else d_radius.data_ptr()
+    for key, value in (sums or {}).items():
+        setattr(rows, key, value.data_ptr())
     getattr(library("float"), f"polarlm_{name}")(ctypes.byref(rows), parallel())
 
 

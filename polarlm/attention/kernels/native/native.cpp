@@ -51,6 +51,21 @@ void polarlm_rotate(const Rows* rows, Parallel parallel) {
 void polarlm_sphere(const Rows* rows, Parallel parallel) {
     every_row(*rows, parallel, [&](int64_t b, int64_t h, int64_t t) { sphere_row<REAL>(*rows, b, h, t); });
 }
+void polarlm_norm(const Rows* rows, Parallel parallel) {
+    every_row(*rows, parallel, [&](int64_t b, int64_t h, int64_t t) { norm_row<REAL>(*rows, b, h, t); });
+}
+void polarlm_norm_backward(const Rows* rows, Parallel parallel) {
+    share(parallel, rows->threads, rows->batch * rows->chunks(), [&](int64_t item) {
+        REAL* d_gain = static_cast<REAL*>(rows->d_gain) + item * rows->channels;
+        each_row(*rows, item, [&](int64_t b, int64_t h, int64_t t) { norm_back_row<REAL>(*rows, b, h, t, d_gain); });
+    });
+}
+void polarlm_gate(const Rows* rows, Parallel parallel) {
+    every_row(*rows, parallel, [&](int64_t b, int64_t h, int64_t t) { gate_row<REAL>(*rows, b, h, t); });
+}
+void polarlm_gate_backward(const Rows* rows, Parallel parallel) {
+    every_row(*rows, parallel, [&](int64_t b, int64_t h, int64_t t) { gate_back_row<REAL>(*rows, b, h, t); });
+}
 void polarlm_sphere_backward(const Rows* rows, Parallel parallel) {
     share(parallel, rows->threads, rows->batch * rows->chunks(), [&](int64_t item) {
         double sum = 0;

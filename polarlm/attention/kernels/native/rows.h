@@ -1,4 +1,4 @@
-// Rotation and normalisation of rows of channels, each one pass over memory, and the way back.
+// Rotation, normalisation and gating of rows of channels, each one pass over memory, and the way back.
 // A row is one head of one token: rows are addressed by (batch, head, token) with any strides, channels lie side by side.
 #pragma once
 #include "call.h"
@@ -14,8 +14,9 @@ struct Operand {
 struct Rows {
     int64_t batch, heads, tokens, channels, threads;
     double radius, eps;
-    Operand x, y, cos, sin, rms, d_y, d_rms, d_x;  // what an operation does not use is null
-    double* d_radius;                               // one number per (batch, token chunk)
+    Operand x, y, cos, sin, rms, d_y, d_rms, d_x, gain;  // what an operation does not use is null
+    double* d_radius;                                    // one number per (batch, token chunk)
+    void* d_gain;                                        // one row of channels per (batch, token chunk), zeroed
 
     static constexpr int64_t CHUNK = 64;  // tokens of a task
     int64_t chunks() const { return (tokens + CHUNK - 1) / CHUNK; }
@@ -59,6 +60,54 @@ template <class T> double sphere_back_row(const Rows& r, int64_t b, int64_t h, i
 #pragma GCC ivdep
     for (int64_t i = 0; i < r.channels; ++i) d_x[i] = d_y[i] * scale + x[i] * outward;
     return double(along / rms);
+}
+
+// rms = √(mean x² + eps), y = x·gain/rms
+template <class T> void norm_row(const Rows& r, int64_t b, int64_t h, int64_t t) {
+    const T *x = r.x.row<T>(b, h, t), *gain = r.gain.row<T>(b, h, t);
+    T sum = 0, *y = r.y.row<T>(b, h, t);
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < r.channels; ++i) sum += x[i] * x[i];
+    const T rms = std::sqrt(sum / T(r.channels) + T(r.eps)), scale = 1 / rms;
+    *r.rms.row<T>(b, h, t) = rms;
+#pragma GCC ivdep
+    for (int64_t i = 0; i < r.channels; ++i) y[i] = x[i] * scale * gain[i];
+}
+
+// dx = (gain ∂y − x ⟨gain ∂y, x⟩/(n rms²))/rms; adds the row's share of ∂gain = ∂y x/rms to `d_gain`.
+template <class T> void norm_back_row(const Rows& r, int64_t b, int64_t h, int64_t t, T* d_gain) {
+    const T *x = r.x.row<T>(b, h, t), *d_y = r.d_y.row<T>(b, h, t), *gain = r.gain.row<T>(b, h, t);
+    T along = 0, *d_x = r.d_x.row<T>(b, h, t);
+#pragma omp simd reduction(+ : along)
+    for (int64_t i = 0; i < r.channels; ++i) along += x[i] * d_y[i] * gain[i];
+    const T scale = 1 / *r.rms.row<T>(b, h, t), outward = along * scale * scale / T(r.channels);
+#pragma GCC ivdep
+    for (int64_t i = 0; i < r.channels; ++i) {
+        d_gain[i] += d_y[i] * x[i] * scale;
+        d_x[i] = (d_y[i] * gain[i] - x[i] * outward) * scale;
+    }
+}
+
+// SwiGLU: y = u·g·σ(g), where a row of x holds the gate g and then u; `channels` (whole vectors) counts those of y.
+template <class T> inline Vec<T> sigmoid(Vec<T> x) { return T(1) / (T(1) + exp2<T>(x * T(-LOG2E))); }
+
+template <class T> void gate_row(const Rows& r, int64_t b, int64_t h, int64_t t) {
+    const T *gate = r.x.row<T>(b, h, t), *up = gate + r.channels;
+    T* y = r.y.row<T>(b, h, t);
+    for (int64_t i = 0; i < r.channels; i += WIDTH<T>) {
+        const Vec<T> g = load(gate + i);
+        store<T>(y + i, g * sigmoid<T>(g) * load(up + i));
+    }
+}
+
+template <class T> void gate_back_row(const Rows& r, int64_t b, int64_t h, int64_t t) {
+    const T *gate = r.x.row<T>(b, h, t), *up = gate + r.channels, *d_y = r.d_y.row<T>(b, h, t);
+    T* d_x = r.d_x.row<T>(b, h, t);
+    for (int64_t i = 0; i < r.channels; i += WIDTH<T>) {
+        const Vec<T> g = load(gate + i), s = sigmoid<T>(g), d = load(d_y + i);
+        store<T>(d_x + i, d * load(up + i) * s * (T(1) + g * (T(1) - s)));
+        store<T>(d_x + r.channels + i, d * g * s);
+    }
 }
 
 // `row` on all rows of task `item`, heads innermost as they lie in memory.
