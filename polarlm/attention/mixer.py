@@ -54,6 +54,8 @@ class KeyValueCache:
         magnitude: bool = False,
     ) -> None:
         self.length = 0
+        self.decoder: Any = None  # polarlm/attention/decoding.py: made at the first single token that asks for one
+        self.asked = False
         self.keys = torch.zeros(batch, heads, length, head_dim, device=device, dtype=dtype)
         self.values = torch.zeros_like(self.keys)
         self.magnitudes = torch.zeros(batch, length, device=device, dtype=dtype) if magnitude else None

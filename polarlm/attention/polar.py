@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from polarlm.attention.additions import HeadGate, ValueResidual
+from polarlm.attention.decoding import decode, decoder_for
 from polarlm.attention.estimator import Estimator, Value, choice
 from polarlm.attention.filter import record_estimate, robust_flops
 from polarlm.attention.frequencies import Frequencies, Turns
@@ -36,6 +37,7 @@ from polarlm.attention.mixer import (
     TokenContext,
     split_heads,
 )
+from polarlm.attention.polar_decoding import polar_recipe
 from polarlm.attention.polar_noise import (
     PARAMETERS,
     RADIAL,
@@ -161,6 +163,10 @@ class PolarAttention(Mixer):
 
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         """Algorithm 1, steps 1 to 8; steps 9 and 10 (residual, feed-forward) are the block's."""
+        decoder = decoder_for(x, context, self.backend, lambda: polar_recipe(self))
+        if decoder is not None and self.qk is not None:
+            q, k = self.qk(x).split([self.rotary_dim * n for n in (self.shape.n_head, self.shape.n_kv_head)], dim=-1)
+            return self.out(decode(decoder, context, q, k, self.v(x)))
         parameters = self.estimator.read()
         q, k, v, m = self._project(x, parameters, context)  # step 1
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from polarlm.attention.additions import HeadGate, ValueResidual
+from polarlm.attention.decoding import decode, decoder_for
 from polarlm.attention.estimator import (
     Estimator,
     Value,
@@ -26,7 +27,8 @@ from polarlm.attention.filter import record_estimate, robust_flops
 from polarlm.attention.frequencies import Frequencies, Turns
 from polarlm.attention.initialisation import linear
 from polarlm.attention.kernels import KERNELS, DirectionalNoise, RobustCall, robust_attention
-from polarlm.attention.lean import on_sphere, rotate
+from polarlm.attention.kernels.native_decode import Recipe
+from polarlm.attention.lean import SPHERE_EPS, on_sphere, rotate
 from polarlm.attention.mixer import (
     Mixer,
     MixerShape,
@@ -105,7 +107,10 @@ class RobustFilterAttention(Mixer):
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         """Rotate, estimate, aggregate, counter-rotate, W_o."""
         sizes = [heads * self.shape.head_dim for heads in self.heads]
-        q, k, v = (split_heads(part, heads) for part, heads in zip(self.qkv(x).split(sizes, dim=-1), self.heads))
+        parts = self.qkv(x).split(sizes, dim=-1)
+        if decoder := decoder_for(x, context, self.backend, self._recipe):
+            return self.out(decode(decoder, context, *parts))
+        q, k, v = (split_heads(part, heads) for part, heads in zip(parts, self.heads))
         if self.qk_norm:  # |q|^2 = |k|^2 = d_h complex modes: half a unit per real channel
             _, q = on_sphere(q, 0.5**0.5)
             _, k = on_sphere(k, 0.5**0.5)
@@ -154,6 +159,21 @@ class RobustFilterAttention(Mixer):
             nu=parameters.get("nu"),
             tau=parameters.get("tau"),
             process2=process2 / (2 * mu.clamp_min(SLOWEST_DECAY)),
+        )
+
+    def _recipe(self) -> Recipe | None:
+        """What a layer decodes with; frequencies of its own and additions take the long way."""
+        if self.frequencies.kind != "shared" or self.head_gate is not None or self.value_residual is not None:
+            return None
+        return Recipe(
+            heads=self.shape.n_head,
+            kernel=self.kernel,
+            noise=self._noise(self.estimator.read()),
+            rotate_values=self.rotate_values,
+            qk_radius=0.5**0.5 if self.qk_norm else 0.0,
+            eps=SPHERE_EPS,
+            decay_keys=self.decay_keys,
+            decay_values=self.decay_values,
         )
 
     def flops_per_token(self, context: int) -> int:

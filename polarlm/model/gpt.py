@@ -22,10 +22,10 @@ from polarlm.model.norm import RMSNorm
 
 
 class Cache:
-    """One key-value cache per layer."""
+    """One key-value cache per layer, and the rotary tables of its positions where their number is known beforehand."""
 
-    def __init__(self, layers: list[KeyValueCache]) -> None:
-        self.layers = layers
+    def __init__(self, layers: list[KeyValueCache], rotary: Rotary | None = None) -> None:
+        self.layers, self.rotary = layers, rotary
 
     @property
     def length(self) -> int:
@@ -96,8 +96,7 @@ class GPT(nn.Module):
             raise ValueError("documents and cache exclude each other: a cache holds one running text per row")
         if documents is not None and documents.shape != tokens.shape:
             raise ValueError(f"documents {tuple(documents.shape)} must have the shape of tokens {tuple(tokens.shape)}")
-        positions = self._positions(tokens, documents, cache)
-        rotary = self._rotary(positions)
+        positions, rotary = self._where(tokens, documents, cache)
         x = self.embedding(tokens)
         if self.config.frame == "post":  # every block of this frame gets a normalised stream, the first one too
             x = F.rms_norm(x, x.shape[-1:], eps=self.config.norm_eps)
@@ -120,11 +119,17 @@ class GPT(nn.Module):
                 record.append(context.record)
         return self.norm(x)
 
-    def _positions(self, tokens: Tensor, documents: Tensor | None, cache: Cache | None) -> Tensor:
+    def _where(self, tokens: Tensor, documents: Tensor | None, cache: Cache | None) -> tuple[Tensor, Rotary]:
+        """Positions of the tokens, and their rotary tables."""
         if documents is not None:
-            return document_positions(documents)
+            positions = document_positions(documents)
+            return positions, self._rotary(positions)
         start = cache.length if cache is not None else 0
-        return torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        stop = start + tokens.shape[1]
+        positions = torch.arange(start, stop, device=tokens.device)
+        if cache is None or cache.rotary is None:
+            return positions, self._rotary(positions)
+        return positions, (cache.rotary[0][start:stop], cache.rotary[1][start:stop])
 
     def _rotary(self, positions: Tensor) -> Rotary:
         # Tables are in the weights' precision, but never below fp32 (float64 only in gradient checks).
@@ -147,7 +152,8 @@ class GPT(nn.Module):
     def new_cache(self, batch: int, length: int) -> Cache:
         """An empty key-value cache for `length` tokens per row."""
         weight = self.embedding.weight
-        return Cache([block.mixer.new_cache(batch, length, weight.device, weight.dtype) for block in self._blocks()])
+        layers = [block.mixer.new_cache(batch, length, weight.device, weight.dtype) for block in self._blocks()]
+        return Cache(layers, self._rotary(torch.arange(length, device=weight.device)))
 
     def flops_per_token(self, context: int | None = None) -> int:
         """Training FLOPs per token: 3 x forward (backward costs two forwards), attention counted causally."""

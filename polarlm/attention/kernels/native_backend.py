@@ -30,7 +30,7 @@ class Strides(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("batch", "head", "token")]
 
 
-class _Call(ctypes.Structure):
+class Call(ctypes.Structure):
     """`struct Call` of native/call.h, which numbers kernels, radial modes and rows in the order of their names."""
 
     _fields_ = [
@@ -98,7 +98,7 @@ def _describe(
     q: Tensor, k: Tensor, v: Tensor, m: Tensor | None, noise: Tensor, radial_noise: Tensor | None,
     documents: Tensor | None, seed: Tensor | None, kernel: str, dot_form: bool, decay_keys: bool, decay_values: bool,
     radial: str, correlation: str, half: float, dropout: float, learns_shape: bool,
-) -> tuple[_Call, tuple[Tensor | None, ...]]:  # fmt: skip
+) -> tuple[Call, tuple[Tensor | None, ...]]:  # fmt: skip
     """The call as the kernels take it, and the tensors that must live as long."""
     (batch, heads, queries, size), (groups, keys) = q.shape, k.shape[1:3]
     q, k, v = _rows(q), _rows(k), _rows(v)
@@ -107,7 +107,7 @@ def _describe(
     m, radial_noise = (None if x is None else x.contiguous() for x in (m, radial_noise))
     noise = noise.contiguous()
     threads = torch.get_num_threads() if batch * heads * queries * keys * size >= WORTH_SHARING else 1
-    call = _Call(
+    call = Call(
         batch, heads, groups, queries, keys, size, KERNELS.index(kernel), decay_keys, decay_values, dot_form,
         RADIAL_MODES.index(radial), RADIAL_CORRELATIONS.index(correlation),
         1, threads, 0 if seed is None else int(seed), learns_shape,

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <limits>
 #include <memory>
+#include <numeric>
 #include <utility>
 #include <vector>
 

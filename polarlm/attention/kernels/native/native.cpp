@@ -1,8 +1,7 @@
 // Robust attention for CPUs: both passes as one parallel loop each, called from Python with raw pointers (native.py).
 // Compiled once for REAL=float and, where somebody asks for it, once for REAL=double.
 #include "backward.h"
-#include "forward.h"
-#include "rows.h"
+#include "decode.h"
 
 using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel of the runtime torch uses
 
@@ -42,9 +41,17 @@ template <class Row> void every_row(const Rows& rows, Parallel parallel, Row row
 extern "C" {
 int64_t polarlm_call_size() { return sizeof(Call); }
 int64_t polarlm_rows_size() { return sizeof(Rows); }
+int64_t polarlm_decode_size() { return sizeof(Decode); }
 int64_t polarlm_vector_bytes() { return VECTOR_BYTES; }
 void polarlm_forward(const Call* call, Parallel parallel) { forward<REAL>(*call, parallel); }
 void polarlm_backward(const Call* call, Parallel parallel) { backward<REAL>(*call, parallel); }
+void* polarlm_new_tables(const Call* call) { return new Tables<REAL>(make_tables<REAL>(*call)); }
+void polarlm_drop_tables(void* tables) { delete static_cast<Tables<REAL>*>(tables); }
+void polarlm_decode(const Decode* d, Parallel parallel) {
+    share(parallel, d->call.threads, d->rows, [&](int64_t row) {
+        DecodeRow<REAL>(*d, row).run((REAL*)d->out + row * d->call.heads * d->call.size);
+    });
+}
 void polarlm_rotate(const Rows* rows, Parallel parallel) {
     every_row(*rows, parallel, [&](int64_t b, int64_t h, int64_t t) { rotate_row<REAL>(*rows, b, h, t); });
 }

@@ -22,12 +22,8 @@ struct Rows {
     int64_t chunks() const { return (tokens + CHUNK - 1) / CHUNK; }
 };
 
-// y = x turned by (cos, sin), channel i paired with i + channels/2; with `radius` −1 turned back.
-template <class T> void rotate_row(const Rows& r, int64_t b, int64_t h, int64_t t) {
-    const T *x = r.x.row<T>(b, h, t), *cos = r.cos.row<T>(b, h, t), *sin = r.sin.row<T>(b, h, t);
-    T* y = r.y.row<T>(b, h, t);
-    const T sign = T(r.radius);
-    const int64_t half = r.channels / 2;
+// y = x turned by (cos, sin), channel i paired with i + half; with `sign` −1 turned back. In place, if x is y.
+template <class T> inline void turned(const T* x, const T* cos, const T* sin, T sign, int64_t half, T* y) {
 #pragma GCC ivdep
     for (int64_t i = 0; i < half; ++i) {
         const T real = x[i], imaginary = x[half + i], s = sign * sin[i];
@@ -35,17 +31,24 @@ template <class T> void rotate_row(const Rows& r, int64_t b, int64_t h, int64_t 
         y[half + i] = imaginary * cos[i] + real * s;
     }
 }
+template <class T> void rotate_row(const Rows& r, int64_t b, int64_t h, int64_t t) {
+    turned(r.x.row<T>(b, h, t), r.cos.row<T>(b, h, t), r.sin.row<T>(b, h, t), T(r.radius), r.channels / 2,
+           r.y.row<T>(b, h, t));
+}
 
-// rms = √(mean x² + eps), y = x·radius/rms
-template <class T> void sphere_row(const Rows& r, int64_t b, int64_t h, int64_t t) {
-    const T* x = r.x.row<T>(b, h, t);
-    T sum = 0, *y = r.y.row<T>(b, h, t);
+// y = x·radius/rms; returns rms = √(mean x² + eps).
+template <class T> inline T to_sphere(const T* x, int64_t channels, T radius, T eps, T* y) {
+    T sum = 0;
 #pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < r.channels; ++i) sum += x[i] * x[i];
-    const T rms = std::sqrt(sum / T(r.channels) + T(r.eps)), scale = T(r.radius) / rms;
-    *r.rms.row<T>(b, h, t) = rms;
+    for (int64_t i = 0; i < channels; ++i) sum += x[i] * x[i];
+    const T rms = std::sqrt(sum / T(channels) + eps), scale = radius / rms;
 #pragma GCC ivdep
-    for (int64_t i = 0; i < r.channels; ++i) y[i] = x[i] * scale;
+    for (int64_t i = 0; i < channels; ++i) y[i] = x[i] * scale;
+    return rms;
+}
+template <class T> void sphere_row(const Rows& r, int64_t b, int64_t h, int64_t t) {
+    *r.rms.row<T>(b, h, t) =
+        to_sphere(r.x.row<T>(b, h, t), r.channels, T(r.radius), T(r.eps), r.y.row<T>(b, h, t));
 }
 
 // With s = radius/rms: dx = s ∂y + x (∂rms − s⟨∂y,x⟩/rms)/(n rms); returns the row's share of ∂radius.

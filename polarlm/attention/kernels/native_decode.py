@@ -1,0 +1,123 @@
+"""Decoding by native code (native/decode.h): one call per token, from the raw projections to what leaves the heads.
+
+What stays the same while a text grows (scalars, tables over lags, addresses) is set up once per generation and layer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polarlm.geometry.multihead import PROJECTIONS
+from polarlm.geometry.precision import MAX_QUERY_PRECISION, MIN_MAGNITUDE
+
+from .build import library
+from .call import KERNELS, RADIAL_CORRELATIONS, RADIAL_MODES
+from .native_backend import VECTOR_BYTES, WORTH_SHARING, Call, Strides, parallel, unbuilt
+from .noise import DirectionalNoise, RadialNoise
+
+
+class _Decode(ctypes.Structure):
+    """`struct Decode` of native/decode.h."""
+
+    _fields_ = [
+        ("call", Call),
+        *[(name, ctypes.c_int64) for name in ("rows", "projection", "turns_values", "norms_values", "alpha_by_m")],
+        *[(name, ctypes.c_int64) for name in ("q_row", "k_row", "v_row", "cache_row", "magnitude_row")],
+        *[(name, ctypes.c_double) for name in ("radius", "eps", "alpha", "beta", "clamp")],
+        *[(name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin")],
+        *[(name, ctypes.c_void_p) for name in ("keys", "values", "magnitudes", "out", "tables")],
+    ]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a mixer does around robust attention, in numbers."""
+
+    heads: int
+    kernel: str
+    noise: DirectionalNoise
+    rotate_values: bool
+    qk_radius: float  # RMS of a channel of q and k; 0 leaves them as they are
+    eps: float
+    residual_form: str = "full"
+    decay_keys: bool = False
+    decay_values: bool = False
+    norm_values: bool = False
+    radial_mode: str = "off"
+    radial: RadialNoise | None = None
+    radial_correlation: str = "vv"
+    projection: str = "none"
+    evidence_clamp: float | None = None
+    alpha: float = 1.0
+    alpha_by_m: bool = False
+    beta: float = 0.0
+
+
+def takes_decoding(x: Tensor, cache: Any) -> bool:
+    """Whether x (B,1,D) is one token per row that native code can decode into this cache; not if it grows."""
+    keys = getattr(cache, "keys", None)
+    if (
+        keys is None
+        or torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or type(x) is not Tensor
+        or x.shape[1] != 1
+    ):
+        return False
+    fits = x.dtype == keys.dtype == torch.float32 and x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+    return fits and x.numel() > 0 and keys.shape[3] % (VECTOR_BYTES // 4) == 0 and unbuilt(x.dtype) is None
+
+
+class Decoder:
+    """One layer's generation: appends a token to the caches it was made for, and gives what leaves the heads."""
+
+    def __init__(self, recipe: Recipe, keys: Tensor, values: Tensor, magnitudes: Tensor | None) -> None:
+        rows, groups, capacity, size = keys.shape
+        self.capacity, self.heads = capacity, recipe.heads
+        radial = None if recipe.radial is None else recipe.radial.rows(torch.float64)
+        noise = recipe.noise.rows(recipe.kernel, torch.float64)
+        self._alive = (keys, values, magnitudes, noise, radial)
+        self._library = library("float")
+        self._row = Strides(0, size, size)  # one query: its heads lie side by side
+        call = Call(
+            1, recipe.heads, groups, 1, capacity, size, KERNELS.index(recipe.kernel),
+            recipe.decay_keys and recipe.kernel != "gaussian", recipe.decay_values, recipe.residual_form == "dot",
+            RADIAL_MODES.index(recipe.radial_mode), RADIAL_CORRELATIONS.index(recipe.radial_correlation),
+            1, 1, 0, False, size / 2, 0.0, MAX_QUERY_PRECISION, MIN_MAGNITUDE,
+        )  # fmt: skip
+        call.q_at = call.out_at = self._row
+        call.k_at = call.v_at = Strides(*keys.stride()[:3])
+        call.point(noise=noise, radial_noise=radial, magnitude=magnitudes)
+        clamp = -1.0 if recipe.evidence_clamp is None else recipe.evidence_clamp
+        self._decode = decode = _Decode(
+            call, rows, PROJECTIONS.index(recipe.projection), recipe.rotate_values, recipe.norm_values,
+            recipe.alpha_by_m, 0, 0, 0, keys.stride(0), 0 if magnitudes is None else magnitudes.stride(0),
+            recipe.qk_radius, recipe.eps, recipe.alpha, recipe.beta, clamp,
+        )  # fmt: skip
+        decode.keys, decode.values = keys.data_ptr(), values.data_ptr()
+        decode.magnitudes = None if magnitudes is None else magnitudes.data_ptr()
+        make, drop = self._library.polarlm_new_tables, self._library.polarlm_drop_tables
+        make.restype, drop.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+        decode.tables = make(ctypes.byref(call))
+        weakref.finalize(self, drop, decode.tables)
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, stored: int) -> Tensor:
+        """(B,1,H·Dh) from the raw projections (B,1,·) of the token after `stored` others."""
+        if stored >= self.capacity:
+            raise ValueError(f"the cache holds {self.capacity} tokens, {stored + 1} were given; make it longer")
+        decode = self._decode
+        out = q.new_empty(q.shape[0], 1, q.shape[2])
+        decode.call.keys = stored + 1
+        work = q.shape[0] * (stored + 1) * q.shape[2]
+        decode.call.threads = torch.get_num_threads() if work >= WORTH_SHARING else 1
+        decode.q, decode.k, decode.v, decode.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+        decode.q_row, decode.k_row, decode.v_row = q.stride(0), k.stride(0), v.stride(0)
+        decode.cos, decode.sin = cos.data_ptr(), sin.data_ptr()
+        self._library.polarlm_decode(ctypes.byref(decode), parallel())
+        return out

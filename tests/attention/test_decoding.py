@@ -1,0 +1,125 @@
+"""One native call per token gives what the ordinary pass gives; what it cannot do, it leaves to that pass."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from polarlm.attention import PolarAttention
+from polarlm.attention.mixer import Mixer, MixerShape, TokenContext
+from polarlm.attention.polar_decoding import PASSED_ON, REQUIRED
+from polarlm.attention.polar_noise import PARAMETERS
+from polarlm.attention.rfa import PARAMETERS as RFA_PARAMETERS
+from polarlm.attention.rfa import RobustFilterAttention
+from polarlm.geometry import rotary_tables
+
+LENGTH = 70  # more than one block of keys
+
+
+def shape(head_dim: int = 16) -> MixerShape:
+    return MixerShape(d_model=32, n_head=4, n_kv_head=2, head_dim=head_dim, layer=0, n_layer=1)
+
+
+@torch.no_grad()
+def decoded(mixer: Mixer, x: Tensor, prompt: int) -> tuple[Tensor, bool]:
+    """Outputs of a prompt at once and then token by token, and whether the short way was taken."""
+    cache = mixer.new_cache(x.shape[0], x.shape[1], x.device, x.dtype)
+    tables = rotary_tables(torch.arange(x.shape[1]), mixer.rotary_dim)
+    bounds = [0, *range(prompt, x.shape[1] + 1)] if prompt else list(range(x.shape[1] + 1))
+    parts = []
+    for start, stop in itertools.pairwise(bounds):
+        here = (tables[0][start:stop], tables[1][start:stop])
+        parts.append(mixer(x[:, start:stop], TokenContext(here, cache=cache, positions=torch.arange(start, stop))))
+    return torch.cat(parts, dim=1), cache.decoder is not None
+
+
+@torch.no_grad()
+def at_once(mixer: Mixer, x: Tensor) -> Tensor:
+    tables = rotary_tables(torch.arange(x.shape[1]), mixer.rotary_dim)
+    return mixer(x, TokenContext(tables, positions=torch.arange(x.shape[1])))
+
+
+SHORT: list[dict] = [
+    {},
+    {"radial_correlation": "qk", "projection": "global"},
+    {"radial": "shared", "projection": "per_head", "alpha_over_m": False},
+    {"radial": "none", "projection": "none", "rotate_values": False, "lift": 2},
+    {"kernel": "exponential", "residual_form": "dot", "evidence_clamp": None, "alpha": 0.7, "beta": 0.9},
+    {"evidence_clamp": 0.01, "nu_t": 3.0, "radial_correlation": "one", "mu_r": 0.1},
+]
+LONG: list[dict] = [{"irls_steps": 2}, {"retract": "norm"}, {"norm_position": "pre"}, {"frequencies": "per_head"},
+                    {"kernel": "gaussian"}, {"norm_gain": "channel"}, {"backend": "reference"},
+                    {"head_gate": True, "value_residual": True}]  # fmt: skip
+
+
+@pytest.mark.parametrize(("switches", "short"), [(s, True) for s in SHORT] + [(s, False) for s in LONG], ids=str)
+def test_polar_decodes_what_it_computes_at_once(switches: dict, short: bool) -> None:
+    torch.manual_seed(0)
+    mixer = PolarAttention(shape(), **switches).eval()
+    x = torch.randn(2, LENGTH, 32)
+    found, taken = decoded(mixer, x, prompt=0 if short else 60)
+    assert taken == short
+    torch.testing.assert_close(found, at_once(mixer, x), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("switches", [{}, {"qk_norm": False, "rotate_values": False, "decay_values": False}], ids=str)
+def test_rfa_decodes_what_it_computes_at_once(switches: dict) -> None:
+    torch.manual_seed(0)
+    mixer = RobustFilterAttention(shape(), **switches).eval()
+    x = torch.randn(3, LENGTH, 32)
+    found, taken = decoded(mixer, x, prompt=5)
+    assert taken
+    torch.testing.assert_close(found, at_once(mixer, x), rtol=1e-4, atol=2e-5)
+
+
+def test_heads_that_are_no_whole_vectors_and_other_precisions_take_the_long_way() -> None:
+    for mixer, x in (
+        (PolarAttention(shape(head_dim=8)), torch.randn(1, 5, 32)),
+        (PolarAttention(shape()).double(), torch.randn(1, 5, 32, dtype=torch.float64)),
+    ):
+        found, taken = decoded(mixer.eval(), x, prompt=2)
+        assert not taken
+        torch.testing.assert_close(found, at_once(mixer, x), rtol=1e-4, atol=2e-5)
+
+
+def test_the_scalars_of_a_new_text_are_read_again() -> None:
+    mixer = PolarAttention(shape()).eval()
+    x = torch.randn(1, 6, 32)
+    before, _ = decoded(mixer, x, prompt=1)
+    with torch.no_grad():
+        mixer.estimator["beta"].raw.add_(2.0)
+        mixer.estimator["eta_tk"].raw.add_(1.0)
+    after, taken = decoded(mixer, x, prompt=1)
+    assert taken and not torch.allclose(before, after)
+    torch.testing.assert_close(after, at_once(mixer, x), rtol=1e-4, atol=2e-5)
+
+
+def test_a_full_cache_is_refused() -> None:
+    mixer = PolarAttention(shape()).eval()
+    cache = mixer.new_cache(1, 1, torch.device("cpu"), torch.float32)
+    context = TokenContext(rotary_tables(torch.arange(1), 16), cache=cache)
+    with torch.no_grad():
+        mixer(torch.randn(1, 1, 32), context)
+        with pytest.raises(ValueError, match="the cache holds 1 tokens, 2 were given"):
+            mixer(torch.randn(1, 1, 32), context)
+
+
+def test_every_switch_of_polar_says_whether_the_short_way_knows_it() -> None:
+    named = set(inspect.signature(PolarAttention).parameters) - {"shape", "kernel", "backend", "mu_spread"}
+    assert named - set(PARAMETERS) == set(PASSED_ON) | set(REQUIRED), "see polarlm/attention/polar_decoding.py"
+
+
+def test_every_switch_of_rfa_is_known_to_its_recipe() -> None:
+    named = set(inspect.signature(RobustFilterAttention).parameters) - {
+        "shape",
+        "kernel",
+        "backend",
+        "mu_spread",
+        "frozen",
+    }
+    passed_on = {"qk_norm", "rotate_values", "decay_keys", "decay_values"}
+    assert named - set(RFA_PARAMETERS) == passed_on | {"frequencies", "head_gate", "value_residual"}
