@@ -6,7 +6,7 @@ ARGS   ?=
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint pins resolve mutants bench dashboard clean
+.PHONY: help train study results test lint pins resolve mutants bench dashboard clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -27,6 +27,13 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 
 train: $(VENV)/.installed  ## train the default model (make train ARGS="block=polar model=tiny")
 	@$(BIN)/python train.py $(ARGS)
+
+# Resumable: the same command skips what is done. About six hours on two cores; QUICK=1 takes about ten minutes.
+study: $(VENV)/.installed  ## carry out the plan in configs/study (make study QUICK=1: a first look)
+	@$(BIN)/python -m polarlm study $(if $(QUICK),--quick,all) $(ARGS)
+
+results: $(VENV)/.installed  ## write docs/results.md and its pictures from docs/study/*.json
+	@$(BIN)/python -m polarlm study results $(ARGS)
 
 # Small tensors gain nothing from threads: two processes with one thread each use two cores better.
 test: $(VENV)/.installed-dev  ## run the whole test suite (make test ARGS="-m 'not slow'")

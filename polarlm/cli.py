@@ -78,6 +78,7 @@ def parser() -> Parser:
     from polarlm.launch import doctor, sweep, trial, tune
     from polarlm.report import commands as report
     from polarlm.runs import commands as runs
+    from polarlm.study import commands as study
     from polarlm.training.loggers import wandb_workspace
 
     top = Parser(prog="polarlm", description="Train, look at, use and compare runs. (--debug shows tracebacks)")
@@ -85,7 +86,7 @@ def parser() -> Parser:
     verbs = top.add_subparsers(title="verbs", metavar="verb", required=True)
     verbs.add_parser("train", help="train a run or a sweep, as python train.py does (polarlm train --help)")
     verbs.add_parser("eval", help="judge a run from its folder, as python eval.py does (polarlm eval --help)")
-    for package in (sweep, tune, runs, report, trial, data, doctor, wandb_workspace):
+    for package in (sweep, tune, study, runs, report, trial, data, doctor, wandb_workspace):
         package.add_parser(verbs)
     return top
 

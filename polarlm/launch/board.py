@@ -13,8 +13,9 @@ from hydra.core.utils import JobReturn, JobStatus
 class Board:
     """Counts jobs and tells about them on stderr."""
 
-    def __init__(self, total: int, at_once: int) -> None:
+    def __init__(self, total: int, at_once: int, rank: bool = True) -> None:
         self.total, self.at_once = total, at_once
+        self.rank = rank  # losses of jobs on different texts have no best
         self.running: dict[int, tuple[str, float]] = {}
         self.done = self.failed = 0
         self.spent: list[float] = []
@@ -45,10 +46,12 @@ class Board:
         self.spent.append(seconds)
         if result.status == JobStatus.COMPLETED:
             self.done += 1
-            loss = float(result.return_value)
-            if self.best is None or loss < self.best[0]:
-                self.best = loss, name
-            outcome = f"finished, val loss {loss:.4f}"
+            outcome = "finished"
+            if result.return_value is not None:  # an evaluation has no loss of its own
+                loss = float(result.return_value)
+                if self.rank and (self.best is None or loss < self.best[0]):
+                    self.best = loss, name
+                outcome = f"finished, val loss {loss:.4f}"
         else:
             self.failed += 1
             outcome = f"failed: {result._return_value}"

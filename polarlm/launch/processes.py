@@ -17,15 +17,17 @@ PIPE_VARIABLE = "POLARLM_PARENT_PIPE"
 GRACE = 20.0  # seconds in which a job may save its state once its parent is gone
 
 
-def verb_command() -> list[str]:
-    """The file and verb that started this process: train.py, or the installed command and its `train`."""
-    if Path(sys.argv[0]).name == "train.py":
+def verb_command(verb: str = "train") -> list[str]:
+    """The file and verb that started this process: train.py, or the installed command and its `train` (or `eval`)."""
+    if verb == "train" and Path(sys.argv[0]).name == "train.py":
         return [str(Path(sys.argv[0]).resolve())]
-    return ["-m", "polarlm", "train"]
+    return ["-m", "polarlm", verb]
 
 
-def start_job(overrides: Sequence[str], environment: Mapping[str, str], log: Path | None = None) -> Any:
-    """Start `train … overrides`; its output goes to `log` when given. The job ends when this process does.
+def start_job(
+    overrides: Sequence[str], environment: Mapping[str, str], log: Path | None = None, verb: str = "train"
+) -> Any:
+    """Start `train … overrides` (or eval); its output goes to `log` when given. The job ends when this process does.
 
     The job holds the reading end of a pipe whose writing end only we hold: however we die, the system closes it.
     """
@@ -33,7 +35,7 @@ def start_job(overrides: Sequence[str], environment: Mapping[str, str], log: Pat
     output = open(log, "ab") if log is not None else None  # noqa: SIM115  closed below; the job keeps its own copy
     try:
         process = subprocess.Popen(
-            [sys.executable, *verb_command(), *overrides],
+            [sys.executable, *verb_command(verb), *overrides],
             env={**os.environ, **environment, PIPE_VARIABLE: str(reader)},
             pass_fds=(reader,),
             stdout=output,

@@ -99,7 +99,7 @@ def curve_panels(groups: Sequence[Group]) -> list[dict[str, Any]]:
         for run in group.runs:
             newest = {}
             for record in read_records(run.folder):
-                for curve in _curves(record):
+                for curve in curves_of(record):
                     newest[curve.name, _said(record)] = curve
             for key, curve in newest.items():
                 lines.setdefault((key, index), []).append(curve)
@@ -136,7 +136,8 @@ def _over_seeds(metric: Metric, by_seed: Sequence[dict[str, float]]) -> Estimate
     return estimate_mean([row.get(metric.name) for row in by_seed], log=metric.is_log)
 
 
-def _curves(record: dict[str, Any]) -> list[Curve]:
+def curves_of(record: dict[str, Any]) -> list[Curve]:
+    """Everything in a record that can be drawn."""
     make = CURVES.get(str(record["protocol"].get("name")))
     try:
         return list(make(record)) if make else []

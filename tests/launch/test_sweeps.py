@@ -121,7 +121,7 @@ import sys, time
 sys.argv = ["train.py"]
 import polarlm.launch.processes as processes
 sleeper = "import time; from polarlm.launch.processes import watch_parent; watch_parent(); time.sleep(600)"
-processes.verb_command = lambda: ["-c", sleeper]
+processes.verb_command = lambda verb: ["-c", sleeper]
 job = processes.start_job([], {})
 print(job.pid, flush=True)
 time.sleep(600)

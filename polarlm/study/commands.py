@@ -1,0 +1,181 @@
+"""`polarlm study`: carry out the plan, collect runs that were made by hand, write docs/results.md."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from polarlm.errors import UserError
+
+EPILOG = """examples
+  python -m polarlm study all                          the whole plan; the same command goes on where it was stopped
+  python -m polarlm study baselines --budget 90m       one question, at most 90 minutes today
+  python -m polarlm study --quick                      three blocks, two seeds, about ten minutes
+  python -m polarlm study all --plan                   what would be done
+  python -m polarlm study collect baselines runs/*     rows of runs made by train.py, known by their settings
+  python -m polarlm study results                      docs/results.md from docs/study/*.json
+"""
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb `study` to the command line."""
+    parser = verbs.add_parser(
+        "study",
+        help="the questions of configs/study: run, continue, collect, write docs/results.md",
+        description="Train what the plan in configs/study asks for, reduce every run to a row in docs/study, and "
+        "write docs/results.md from the rows.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("what", nargs="?", default="all", help="a question, all, collect or results (all)")
+    parser.add_argument("more", nargs="*", metavar="QUESTION RUNS", help="after collect: a question (or all), folders")
+    parser.add_argument("--quick", action="store_true", help="the short question for newcomers")
+    parser.add_argument("--only", help="only this question of all")
+    parser.add_argument("--part", help="only this part of the question")
+    parser.add_argument("--jobs", type=int, help="runs at a time (one per core)")
+    parser.add_argument("--threads", type=int, help="threads of each run (cores / jobs)")
+    parser.add_argument("--budget", help="stop after 90s, 15m, 2h; what is running is saved and continued next time")
+    parser.add_argument("--plan", action="store_true", help="only say what would be done")
+    parser.add_argument("--reuse-summaries", action="store_true", help="runs whose rows are committed count as done")
+    parser.add_argument("--runs", type=Path, default=Path("runs/study"), help="where the runs go (runs/study)")
+    parser.add_argument("--summaries", type=Path, help="where the rows go (docs/study; of --quick the runs' folder)")
+    parser.add_argument("--out", type=Path, default=Path("docs/results.md"), help="of results (docs/results.md)")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of every run: trainer=gpu (an other study)"
+    )
+    parser.set_defaults(run=study)
+
+
+def study(options: argparse.Namespace) -> int:
+    """Carry out the verb; returns the exit code."""
+    for name in ("jobs", "threads"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name} {value} must be at least 1")
+    if options.what == "results":
+        return write_results(options)
+    if options.what == "collect":
+        return collect_runs(options)
+    if options.more:
+        raise UserError(f"'{options.more[0]}' is not understood after {options.what}; see polarlm study --help")
+    return run_study(options)
+
+
+def run_study(options: argparse.Namespace) -> int:
+    """Train what is missing; exit code 1 while something is."""
+    from polarlm.study.plan import FOLDER, QUICK
+    from polarlm.study.run import Study, write_pages
+    from polarlm.verdict.trials import seconds_of
+
+    name = QUICK if options.quick else options.only or options.what
+    questions = selected(name, options.part)
+    summaries = options.summaries or (options.runs / ".study" if options.quick else Path("docs") / FOLDER)
+    seconds = seconds_of(options.budget) if options.budget else None
+    told = Study(questions, options.runs, summaries, options.set, options.reuse_summaries)
+    print_plan(told)
+    if options.plan:
+        return 0
+    complete = told.run(options.jobs, options.threads, seconds)
+    pages = write_pages(told)
+    print_state(told, complete, summaries)
+    for page in pages:
+        print(f"  page: {page}")
+    if options.quick and pages:
+        open_page(pages[-1])
+    return 0 if complete else 1
+
+
+def selected(name: str, part: str | None) -> list[Any]:
+    """The questions asked for, reduced to one part when one is named."""
+    from dataclasses import replace
+
+    from polarlm.errors import did_you_mean
+    from polarlm.study.plan import read_questions
+
+    questions = read_questions(name)
+    if part is None:
+        return questions
+    known = [key for question in questions for key in question.parts]
+    if part not in known:
+        raise UserError(f"--part {part} does not exist. {did_you_mean(part, known)}Parts: {', '.join(known)}")
+    return [replace(q, parts={part: q.parts[part]}) for q in questions if part in q.parts]
+
+
+def print_plan(study: Any) -> None:
+    """Jobs by question: done and to do; seeds at tuned values are counted once their values are known."""
+    from polarlm.study.estimate import estimate
+
+    for question in study.questions:
+        jobs = {job.identity: job for job in study.planner.ready(question, study.outcome)}
+        done = sum(study.outcome(identity) is not None for identity in jobs)
+        later = sum(
+            len(question.seeds_of(part))
+            for name, part in question.parts.items()
+            for variant in part.variants
+            if not any(j.part == name and j.variant == variant and j.stage == "seeds" for j in jobs.values())
+        )
+        more = f", {later} more once the search has chosen" if later else ""
+        print(
+            f"{question.number}. {question.name}: {question.title}\n   {len(jobs)} runs, {done} done{more}", flush=True
+        )
+    if words := estimate(study):
+        print(f"   {words}", flush=True)
+
+
+def print_state(study: Any, complete: bool, summaries: Path) -> None:
+    """What there is now, and what to type next."""
+    waiting = study.waiting()
+    failed = f", {len(study.failed)} failed (logs: {study.runs_dir}/.study/logs)" if study.failed else ""
+    state = "The plan is carried out" if complete else f"{len(waiting)} jobs are left{failed}; the same command goes on"
+    print(f"{state}. Rows: {summaries}/*.json; python -m polarlm study results writes docs/results.md from them.")
+
+
+def open_page(page: Path) -> None:
+    """Show a page in a browser where there is one to show it to."""
+    import os
+    import webbrowser
+
+    graphical = sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    if sys.stdout.isatty() and graphical:
+        webbrowser.open(page.as_uri())
+
+
+def collect_runs(options: argparse.Namespace) -> int:
+    """Rows of run folders that were made elsewhere or by hand."""
+    from polarlm.runs.reading import find_run_folders
+    from polarlm.study.collect import collect
+    from polarlm.study.jobs import Planner
+    from polarlm.study.plan import FOLDER
+    from polarlm.study.summaries import read_summary, write_summary
+
+    if len(options.more) < 2:
+        raise UserError("study collect needs a question (or all) and run folders: study collect baselines runs/*")
+    name, *places = options.more
+    folders = find_run_folders(places)
+    place = options.summaries or Path("docs") / FOLDER
+    planner, missed = Planner(options.set), None
+    for question in selected(name, options.part):
+        summary = read_summary(place, question.name)
+        told = collect(question, folders, summary, planner)
+        missed = set(told.unplanned) if missed is None else missed & set(told.unplanned)
+        if told.new or told.renewed:
+            write_summary(place, summary, question)
+        print(f"{question.name}: {told.new} new rows, {told.renewed} renewed, {len(summary.rows)} in all")
+        if told.younger:
+            listed = ", ".join(sorted(told.younger)[:8])
+            print(f"  of runs that lack settings of today or have others; equal in all else: {listed}")
+    if missed:
+        print(f"{len(missed)} runs are in no plan, for example {sorted(missed)[0]}")
+    return 0
+
+
+def write_results(options: argparse.Namespace) -> int:
+    """docs/results.md and its pictures."""
+    from polarlm.study.plan import FOLDER
+    from polarlm.study.results import write
+
+    files = write(options.summaries or Path("docs") / FOLDER, options.out)
+    print(f"{options.out}: {len(files) - 1} pictures beside {files[1].parent if files[1:] else options.out.parent}")
+    return 0

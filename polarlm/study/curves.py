@@ -1,0 +1,66 @@
+"""What eval.py and the probes found, as tables: means over the seeds of each variant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from polarlm.report.records import Curve, curves_of
+from polarlm.study.judge import JudgedPart, Line
+from polarlm.verdict.estimates import estimate_mean
+
+
+def curve_tables(judged: JudgedPart) -> Iterator[str]:
+    """One table per curve: variants down, places across."""
+    found: dict[str, dict[str, list[Curve]]] = {}
+    for line in judged.lines:
+        for row in line.rows:
+            for record in row.get("evaluations") or []:
+                for curve in curves_of(record):
+                    found.setdefault(curve.name, {}).setdefault(line.variant, []).append(curve)
+    for name in sorted(found):
+        variants = found[name]
+        first = next(iter(variants.values()))[0]
+        if first.diagonal:  # calibration: its places differ from run to run
+            continue
+        head = [f"{first.y_label} by {first.x_label}", *(f"{x:g}" for x in first.x)]
+        rows = [head, ["---"] * len(head)]
+        for variant, curves in variants.items():
+            cells = [_cell([_at(curve, x) for curve in curves]) for x in first.x]
+            rows.append([f"`{variant}`", *cells])
+        yield _table(rows)
+
+
+def probe_tables(judged: JudgedPart, names: Sequence[str]) -> Iterator[str]:
+    """One table per diagnostic: variants down, layers across."""
+    for name in names:
+        rows: list[list[str]] = []
+        for line in judged.lines:
+            values = _probe(line, name)
+            if values:
+                rows.append([f"`{line.variant}`", *(_cell(list(layer)) for layer in zip(*values))])
+        if rows:
+            layers = max(len(row) for row in rows) - 1
+            head = [f"`{name}`", *(str(layer + 1) for layer in range(layers))]
+            yield _table([head, ["---"] * len(head), *rows])
+
+
+def _probe(line: Line, name: str) -> list[list[float]]:
+    return [row["probes"][name] for row in line.rows if name in (row.get("probes") or {})]
+
+
+def _at(curve: Curve, x: float) -> float | None:
+    return dict(zip(curve.x, curve.y)).get(x)
+
+
+def _cell(values: Sequence[Any]) -> str:
+    known = [v for v in values if isinstance(v, (int, float))]
+    if not known:
+        return "–"
+    estimate = estimate_mean(known)
+    half = estimate.half_width
+    return f"{estimate.mean:.4g}" + (f" ± {half:.2g}" if half is not None else "")
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)

@@ -1,0 +1,136 @@
+"""A finished run as one small row: what it was, what it reached, what it cost, how to make it again."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from polarlm.evaluation.metrics import METRICS
+from polarlm.runs.evaluations import read_evaluations
+from polarlm.runs.identity import experiment_of, flatten, identity_of
+from polarlm.runs.reading import Run, read_run
+from polarlm.runs.sweeps import key_of
+from polarlm.study.plan import Job, Question
+
+IDENTITY_DIGITS = 16
+LONGEST_CURVE = 16  # validations kept of a run
+FACTS = ("parameters", "tokens", "step", "seconds", "training_seconds", "flops_per_token")
+# Where a run was written and who listened: not part of the command that makes its numbers again.
+PRIVATE = ("runs_dir", "cache_dir", "name", "group", "logger", "resume")
+LEFT_OUT_OF_RECORDS = ("protocol", "arrays", "run")
+
+
+def row_of(folder: Path, job: Job, question: Question) -> dict[str, Any]:
+    """The row of a run folder that is this job's."""
+    run = read_run(folder)
+    part = question.parts[job.part]
+    environment = _read(folder / "environment.json")
+    row = {
+        "part": job.part,
+        "variant": job.variant,
+        "stage": job.stage,
+        "value": job.value,
+        "seed": job.seed,
+        "status": run.status,
+        "block": run.block,
+        "identity": identity_of(run.config)[:IDENTITY_DIGITS],
+        "command": f"python train.py {' '.join(text for text in job.overrides if key_of(text) not in PRIVATE)}",
+        "commit": str(environment.get("git_commit") or "")[:9] + "+" * bool(environment.get("git_dirty")),
+        "torch": (environment.get("versions") or {}).get("torch"),
+        "threads": (environment.get("cpu") or {}).get("threads"),
+        "gpus": environment.get("gpus") or [],
+        **{name: number for name in _metric_names(run) if (number := run.number(name)) is not None},
+        **{name: _round(number, 7) for name in FACTS if (number := run.number(name)) is not None},
+        "seconds_per_step": seconds_per_step(run),
+    }
+    if run.status == "failed":
+        row["error"] = str(run.summary.get("error", ""))[:200]
+    if job.stage == "seeds":
+        row["curve"] = curve_of(run, f"val/{question.metric_of(part).rpartition('/')[2]}")
+        if part.probes:
+            row["probes"] = probes_of(run, part.probes)
+        if part.evaluate:
+            row["evaluations"] = evaluations_of(folder)
+    return row
+
+
+def settings_of_run(config: dict[str, Any]) -> dict[str, Any]:
+    """Everything that decides a run's numbers, as dotted keys, without its seed."""
+    return {key: value for key, value in flatten(experiment_of(config)) if key != "seed"}
+
+
+def seconds_per_step(run: Run) -> float | None:
+    """Median time of a step (data, forward, backward, optimiser), without validation and probes."""
+    parts = run.summary.get("step_seconds")
+    known = [v for v in parts.values() if isinstance(v, (int, float))] if isinstance(parts, dict) else []
+    return _round(sum(known), 4) if known else None
+
+
+def curve_of(run: Run, name: str) -> dict[str, list[float]]:
+    """The validation curve, thinned, with the axes it can be read against."""
+    if name not in run.metrics.columns:
+        return {}
+    stream = run.metrics.stream(name)
+    rows = len(stream["step"])
+    kept = np.unique(np.linspace(0, max(rows - 1, 0), min(rows, LONGEST_CURVE)).round().astype(int))
+    return {
+        key: [_round(float(stream[key][i]), 6) for i in kept]
+        for key in ("step", "tokens", "seconds", name)
+        if key in stream
+    }
+
+
+def probes_of(run: Run, names: tuple[str, ...]) -> dict[str, Any]:
+    """The last probe's values of the wanted diagnostics, heads averaged: one number per layer."""
+    if not run.probes:
+        return {}
+    found = {}
+    for name in names:
+        values = run.probes[-1].values.get(name)
+        if values is not None:
+            per_layer = values.mean(axis=-1) if values.ndim == 2 else np.atleast_1d(values)
+            found[name] = [_round(float(v), 4) for v in per_layer]
+    return found
+
+
+def evaluations_of(folder: Path) -> list[dict[str, Any]]:
+    """What eval.py found, without arrays and fingerprints."""
+    rows = []
+    for record in read_evaluations(folder):
+        protocol = {k: v for k, v in record["protocol"].items() if k not in ("corpus", "weights", "tokenizer")}
+        found = {k: rounded(v) for k, v in record.items() if k not in LEFT_OUT_OF_RECORDS}
+        rows.append({"protocol": protocol, **found})
+    return rows
+
+
+def rounded(value: Any) -> Any:
+    """The same structure with five digits per number."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return _round(value, 5) if isinstance(value, float) else value
+
+
+def _metric_names(run: Run) -> list[str]:
+    names = [metric.name for metric in METRICS]
+    return [f"{split}/{name}" for split in ("val", "test") for name in names if f"{split}/{name}" in run.summary]
+
+
+def _round(number: float, digits: int) -> Any:
+    if not math.isfinite(number):
+        return None
+    short = float(f"{number:.{digits}g}")
+    return int(short) if short == int(short) and abs(short) < 1e15 else short
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
