@@ -1,7 +1,8 @@
 """How large fresh matrices are: one convention for every block, so that blocks are compared and not their scales.
 
 `width`: a hidden matrix has deviation 1/sqrt(fan_in), so unit-RMS inputs give unit-RMS outputs at any width; the 2L
-maps that add to the residual stream are smaller by sqrt(2L), so that all of them together add a fixed variance.
+maps that add to the residual stream are smaller by sqrt(2L), so that all of them together add a fixed variance; W_o is
+then scaled so that every attention branch adds exactly that (`calibration`).
 `gpt2`: 0.02 for every matrix, residual maps likewise smaller (GPT-2's choice for d = 768; far too small for d = 128).
 With `zero`, residual maps are zero under either: every branch starts silent.
 """
@@ -13,9 +14,10 @@ from dataclasses import dataclass
 from torch import nn
 
 GPT2_STD = 0.02
-# What a fresh branch hands to its residual map, as RMS per channel: attention an average of unit values (0.30 to 0.42
-# for context 64, block by block), a feed-forward unit Gaussians behind SiLU or GELU.
+# What a fresh branch adds to the stream, as RMS per channel and times sqrt(2L): attention about what an average of unit
+# values over PROBE_LENGTH tokens leaves, a feed-forward what SiLU or GELU leave of unit Gaussians.
 ATTENTION_RMS, FEED_FORWARD_RMS = 0.35, 0.6
+PROBE_LENGTH = 64  # tokens
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,10 @@ class Initialisation:
         """Deviation of a matrix inside a block."""
         return fan_in**-0.5 if self.kind == "width" else GPT2_STD
 
-    def residual(self, fan_in: int) -> float:
-        """Deviation of a matrix whose output is added to the residual stream."""
-        return 0.0 if self.zero else self.hidden(fan_in) / (2 * self.n_layer) ** 0.5
+    def residual(self, fan_in: int, scale: float = 1.0) -> float:
+        """Deviation of a matrix whose output is added to the residual stream; `scale` as `width` needs it."""
+        deviation = self.hidden(fan_in) / (2 * self.n_layer) ** 0.5 * (scale if self.kind == "width" else 1.0)
+        return 0.0 if self.zero else deviation
 
     def added_rms(self, d_model: int, layers: float, attention: float = ATTENTION_RMS) -> float:
         """RMS per channel of what `layers` fresh layers have added to the stream."""

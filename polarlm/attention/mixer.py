@@ -93,6 +93,9 @@ class Mixer(nn.Module):
 
     pre_norm = True  # False: the block hands over the raw residual stream
     rotate_values = False  # True: values are transported like keys; diagnostics compares directions in one frame
+    calibrated = True  # False: W_o keeps the scale it was built with
+    input_rms = 1.0  # of the stream a fresh model hands over
+    out: nn.Linear  # W_o, whose output is added to the residual stream
 
     def __init__(self, shape: MixerShape) -> None:
         super().__init__()

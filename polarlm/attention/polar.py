@@ -151,7 +151,9 @@ class PolarAttention(Mixer):
         given |= dict(mu_r=mu_r, nu_r=nu_r, eta_rq=eta_rq, eta_rk=eta_rk, sigma_r0=sigma_r0)
         values = initial_values(kernel, heads, size, mu_spread, given)
         self.bounded = is_bounded(values)
-        values["gain"] = torch.tensor(1 / self._stream_rms())
+        if not self.pre_norm:
+            self.input_rms = self._stream_rms()
+        values["gain"] = torch.tensor(1 / self.input_rms)
         idle = self.without_effect() | ({"mu_r"} if mu_r == 0 else set())  # magnitudes that do not decay have no rate
         used = {name: value for name, value in values.items() if name not in idle}
         self.estimator = Estimator(used, frozen, PARAMETERS)

@@ -35,6 +35,7 @@ class PolarLiteralAttention(Mixer):
 
     pre_norm = False
     rotate_values = True
+    calibrated = False  # its scales are part of what is printed
 
     def __init__(
         self,

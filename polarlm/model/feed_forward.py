@@ -10,9 +10,8 @@ from polarlm.attention.lean import swiglu
 from polarlm.errors import UserError
 
 SWIGLU_MULTIPLE = 32  # hidden sizes that matrix units like
-
-
-SQUARED_RELU_RMS = 1.5**0.5  # of relu(g)^2, g ~ N(0, 1)
+# RMS of gelu(g), relu(g)^2 and silu(g)*u for unit Gaussians g, u; W_down makes up for it: every kind adds the same.
+GELU_RMS, SQUARED_RELU_RMS, SWIGLU_RMS = 0.6521, 1.5**0.5, 0.5965
 
 
 class GeluFeedForward(nn.Module):
@@ -22,7 +21,7 @@ class GeluFeedForward(nn.Module):
         super().__init__()
         self.hidden = hidden
         self.up = linear(d_model, hidden, init.hidden(d_model))
-        self.down = linear(hidden, d_model, init.residual(hidden))
+        self.down = linear(hidden, d_model, init.residual(hidden, FEED_FORWARD_RMS / GELU_RMS))
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, d) -> (B, T, d)."""
@@ -36,8 +35,7 @@ class SquaredReluFeedForward(nn.Module):
         super().__init__()
         self.hidden = hidden
         self.up = linear(d_model, hidden, init.hidden(d_model))
-        # A square has twice the RMS of its rivals; the branch starts at their scale all the same.
-        self.down = linear(hidden, d_model, init.residual(hidden) * FEED_FORWARD_RMS / SQUARED_RELU_RMS)
+        self.down = linear(hidden, d_model, init.residual(hidden, FEED_FORWARD_RMS / SQUARED_RELU_RMS))
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, d) -> (B, T, d)."""
@@ -51,7 +49,7 @@ class SwiGLUFeedForward(nn.Module):
         super().__init__()
         self.hidden = hidden
         self.gate_up = linear(d_model, 2 * hidden, init.hidden(d_model))
-        self.down = linear(hidden, d_model, init.residual(hidden))
+        self.down = linear(hidden, d_model, init.residual(hidden, FEED_FORWARD_RMS / SWIGLU_RMS))
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, d) -> (B, T, d)."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from polarlm.attention.calibration import calibrate
 from polarlm.attention.initialisation import GPT2_STD, Initialisation, linear
 from polarlm.attention.mixer import KeyValueCache, Mixer, MixerShape, Record, Rotary, TokenContext
 from polarlm.geometry import rotary_tables
@@ -66,7 +67,9 @@ class GPT(nn.Module):
             zero_init=c.zero_init,
         )
         feed_forward = build_feed_forward(c.ffn, c.d_model, c.ffn_mult, shape.initial, c.ffn_width)
-        return Block(mixer(shape), feed_forward, c.d_model, c.dropout, c.norm_eps, c.frame)
+        attention = mixer(shape)
+        calibrate(attention)
+        return Block(attention, feed_forward, c.d_model, c.dropout, c.norm_eps, c.frame)
 
     def _blocks(self) -> list[Block]:
         return cast(list[Block], list(self.blocks))

@@ -1,0 +1,45 @@
+"""The convention of `initialisation` held by measurement: a fresh attention branch adds the same, whatever its idea.
+
+Weights differ from block to block, and with them how much an average of independent values shrinks (by 20 % between
+the shipped blocks, far more between switches). So the scale of W_o is not guessed: the fresh mixer reads a random
+stream of a fixed length once, and W_o is scaled until what leaves it has the convention's RMS.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from polarlm.attention.initialisation import ATTENTION_RMS, PROBE_LENGTH
+from polarlm.attention.mixer import Mixer, TokenContext
+from polarlm.geometry import rotary_tables
+
+PROBE_CHANNELS = 4096  # over all rows: narrow models need more rows for a mean that other streams agree with
+
+
+@torch.no_grad()
+def calibrate(mixer: Mixer) -> None:
+    """Scale `mixer.out` so that a random stream comes out with RMS ATTENTION_RMS / sqrt(2L); gpt2 has no such rule."""
+    if mixer.shape.init != "width" or not mixer.calibrated or mixer.out.weight.is_meta:
+        return
+    measured = probe_rms(mixer)
+    if 0 < measured < float("inf"):  # maps that start at zero stay there
+        mixer.out.weight.mul_(ATTENTION_RMS / (2 * mixer.shape.n_layer) ** 0.5 / measured)
+
+
+def probe_rms(mixer: Mixer) -> float:
+    """RMS of what a mixer makes of a random stream as large as the one it will read."""
+    weight, training, width = mixer.out.weight, mixer.training, mixer.shape.d_model
+    rows = max(2, PROBE_CHANNELS // width)
+    positions = torch.arange(PROBE_LENGTH)
+    generator = torch.Generator().manual_seed(0)  # the run's own random numbers are left alone
+    stream = mixer.input_rms * torch.randn(rows, PROBE_LENGTH, width, generator=generator)
+    rotary = rotary_tables(positions, mixer.rotary_dim, mixer.shape.rope_base)
+    context = TokenContext(
+        (rotary[0].to(weight), rotary[1].to(weight)),
+        record={},  # which also means the reference path: nothing is compiled to make a model
+        positions=positions.to(weight.device),
+    )
+    with torch.no_grad():
+        out = mixer.eval()(stream.to(weight), context)
+    mixer.train(training)
+    return out.double().square().mean().sqrt().item()
