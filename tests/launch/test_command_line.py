@@ -9,34 +9,35 @@ import pytest
 
 from polarlm import cli
 
+# What is typed | words of the answer.
+WRONG = """
+comparee                      | verb 'comparee' | compare
+docter                        | doctor
+compare runs --basline x      | --basline | --baseline
+--versionn                    | verb
+generate                      | run
+generate nothing-here         | nothing-here
+data                          | action
+data prepar                   | prepare
+data sample --count x         | --count | 'x'
+data sample --split valid     | val
+data prepare data=nothing     | nothing | wikitext2
+compare nowhere               | nowhere
+compare nowhere --watch -3    | --watch
+sweep                         | action
+sweep stats x                 | status
+sweep status                  | group
+sweep status nothing          | nothing
+doctor --oflline              | --offline
+inspect nothing-here          | nothing-here
+export nothing-here           | nothing-here
+                              | verb
+"""
 
-@pytest.mark.parametrize(
-    ("typed", "words"),
-    [
-        ("comparee", ["verb 'comparee'", "compare"]),
-        ("docter", ["doctor"]),
-        ("compare runs --basline x", ["--basline", "--baseline"]),
-        ("--versionn", ["verb"]),
-        ("generate", ["run"]),
-        ("generate nothing-here", ["nothing-here"]),
-        ("data", ["action"]),
-        ("data prepar", ["prepare"]),
-        ("data sample --count x", ["--count", "'x'"]),
-        ("data sample --split valid", ["val"]),
-        ("data prepare data=nothing", ["nothing", "wikitext2"]),
-        ("compare nowhere", ["nowhere"]),
-        ("compare nowhere --watch -3", ["--watch"]),
-        ("sweep", ["action"]),
-        ("sweep stats x", ["status"]),
-        ("sweep status", ["group"]),
-        ("sweep status nothing", ["nothing"]),
-        ("doctor --oflline", ["--offline"]),
-        ("inspect nothing-here", ["nothing-here"]),
-        ("export nothing-here", ["nothing-here"]),
-        ("", ["verb"]),
-    ],
-)
-def test_a_wrong_command_is_one_sentence(typed, words, capsys, tmp_path, monkeypatch):
+
+@pytest.mark.parametrize("line", WRONG.strip("\n").splitlines())
+def test_a_wrong_command_is_one_sentence(line, capsys, tmp_path, monkeypatch):
+    typed, *words = (part.strip() for part in line.split("|"))
     monkeypatch.chdir(tmp_path)
     assert cli.main(typed.split()) == 2
     told = capsys.readouterr().err.strip()

@@ -8,28 +8,19 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
+from polarlm.training.loggers.sink import Sink
 
-class JsonLines(Logger):
+
+class JsonLines(Sink):
     """metrics.jsonl: one object per logging step, append-only; the truth that every other sink copies."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
+        super().__init__(path)
         self.path = path
 
     name = "metrics"
-    version = ""
-
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> Path:
-        return self.path
-
-    @rank_zero_only
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """The configuration is in config.yaml."""
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:

@@ -5,17 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
 from polarlm.errors import UserError
+from polarlm.training.loggers.sink import Sink
 
 
-class TrackioSink(Logger):
+class TrackioSink(Sink):
     """One trackio run per run folder, under the folder's name; a continued run appends to it."""
 
     def __init__(self, config: dict[str, Any], folder: Path, *, group: str | None) -> None:
-        super().__init__()
         try:
             import trackio
         except ImportError:
@@ -24,7 +23,7 @@ class TrackioSink(Logger):
                 "or choose logger=wandb or logger=none"
             ) from None
         self.folder = folder
-        self._run = trackio.init(
+        run = trackio.init(
             project=config["logger"]["project"],
             name=folder.name,
             group=group,
@@ -34,30 +33,21 @@ class TrackioSink(Logger):
             auto_log_cpu=False,
             auto_log_gpu=False,
         )
+        super().__init__(run)
 
     name = "trackio"
-    version = ""
 
     @property
     def save_dir(self) -> str:
         return str(self.folder)
 
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> Any:
-        return self._run
-
-    @rank_zero_only
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """The whole configuration was given when the run was started."""
-
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Copy a row; trackio keeps the step itself, `tokens` can be chosen as the x-axis."""
         kept = {name: value for name, value in metrics.items() if value is not None and name != "step"}
-        self._run.log(kept, step=step)
+        self.experiment.log(kept, step=step)
 
     def finish(self, status: str, summary: dict[str, float | str]) -> None:
         """Close the run; its last row is the summary."""
-        self._run.log({**summary, "status": status})
-        self._run.finish()
+        self.experiment.log({**summary, "status": status})
+        self.experiment.finish()
