@@ -124,6 +124,8 @@ def _check_choice(loader: Any, config_name: str, groups: dict[str, Any], overrid
     name = override.key_or_group
     if name not in groups:
         if "." not in name and "/" not in name and name in loader.list_groups("") and not override.is_add():
+            if name == "study":
+                raise UserError(f"A study is a plan of many runs: python -m polarlm study {override.value()}")
             raise UserError(
                 f"{config_name}.py has no '{name}': a run is judged on what it was trained with. "
                 f"Train another run for another {name}, or see python {config_name}.py --help"

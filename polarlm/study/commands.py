@@ -27,7 +27,6 @@ def add_parser(verbs: Any) -> None:
         description="Train what the plan in configs/study asks for, reduce every run to a row in docs/study, and "
         "write docs/results.md from the rows.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("what", nargs="?", default="all", help="a question, all, collect or results (all)")
     parser.add_argument("more", nargs="*", metavar="QUESTION RUNS", help="after collect: a question (or all), folders")

@@ -39,7 +39,7 @@ def forest(judged: JudgedPart) -> bytes | None:
         axis.spines[["top", "right", "left"]].set_visible(False)
         axis.tick_params(colors=INK, length=0)
         out = io.BytesIO()
-        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+        figure.savefig(out, format="svg", metadata={"Date": None})
     return "\n".join(line.rstrip() for line in out.getvalue().decode().splitlines()).encode() + b"\n"
 
 

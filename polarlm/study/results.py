@@ -79,7 +79,14 @@ def section(
     question: Question, summary: Summary, words: Mapping[str, str], draw: Callable[[str, JudgedPart], str | None]
 ) -> str:
     """One question: what was decided before, then its parts."""
-    lines = [f"## {question.number}. {question.title}", "", question.question.strip(), "", decided(question), ""]
+    lines = [
+        f"## {question.number}. {question.title}",
+        "",
+        question.question.strip(),
+        "",
+        decided(question, bool(summary.rows)),
+        "",
+    ]
     if "" in words:
         lines += [words[""], ""]
     for name, part in question.parts.items():
@@ -103,12 +110,12 @@ def section(
     return "\n".join(lines)
 
 
-def decided(question: Question) -> str:
-    """What stood in the plan."""
+def decided(question: Question, rows: bool) -> str:
+    """What stood in the plan, with links to it and to the rows, if there are any."""
     margin = f"differences below {question.margin:g} do not matter" if question.margin else "no margin"
     return (
         f"Decided before: `{question.metric}`, {margin}, seeds {_list(question.seeds)}; {question.rule.strip()} "
-        f"([plan](../configs/study/{question.name}.yaml), [rows](study/{question.name}.json))"
+        f"([plan](../configs/study/{question.name}.yaml){f', [rows](study/{question.name}.json)' * rows})"
     )
 
 

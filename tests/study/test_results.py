@@ -1,0 +1,100 @@
+"""Rows → verdicts, tables and pictures; the committed page is what the committed rows give."""
+
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from polarlm.errors import UserError
+from polarlm.study import results
+from polarlm.study.judge import check_known, judge_part
+from polarlm.study.pictures import forest
+from polarlm.study.summaries import Summary, as_run, read_summary, unflatten, write_summary
+from tests.study.made_up import question, row, summary
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_committed_page_is_what_the_committed_rows_give():
+    pictures = {}
+
+    def draw(name, judged):
+        pictures[name] = forest(judged)
+        return f"study/{name}.svg" if pictures[name] else None
+
+    assert results.page(ROOT / "docs" / "study", draw) == (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    pinned = next(
+        line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("matplotlib==")
+    )
+    if metadata.version("matplotlib") == pinned.split("==")[1].split(";")[0].strip():
+        for name, picture in pictures.items():
+            if picture:
+                assert (ROOT / "docs" / "study" / f"{name}.svg").read_bytes() == picture
+
+
+def test_rows_come_back_from_their_file_and_the_file_is_stable(tmp_path):
+    made, asked = summary(), question()
+    path = write_summary(tmp_path, made, asked)
+    again = read_summary(tmp_path, "blocks")
+    assert again.text(asked) == path.read_text() and again.settings == made.settings
+    shuffled = Summary("blocks", made.rows[::-1], dict(reversed(made.settings.items())))
+    assert shuffled.text(asked) == path.read_text()
+    assert len(path.read_text().splitlines()) == 5 + 1 + len(made.rows)  # a row is a line: readable differences
+    assert read_summary(tmp_path, "other").rows == []
+
+
+def test_a_row_of_the_same_job_replaces_the_older_one():
+    made = summary()
+    assert made.add(row("polar", 1, 1.5)) is False and len(made.rows) == 6
+    assert made.add(row("polar", 4, 1.5)) is True and len(made.rows) == 7
+
+
+def test_a_clear_difference_is_told_with_its_interval_and_its_costs():
+    judged = judge_part(question(), "letters", summary(-0.02))
+    polar = judged.lines[1]
+    assert polar.outcome == "better" and polar.comparison.difference.mean == pytest.approx(-0.02)
+    assert polar.comparison.seeds == (1, 2, 3) and "the tokens" in polar.sentence
+    text = results.table(question(), "letters", judged)
+    assert "−0.02 (" in text and "| better |" in text and "| 6.00 |" not in text
+    assert b"</svg>" in forest(judged) and forest(judged) == forest(judged)
+
+
+def test_no_verdict_before_the_planned_seeds_are_there():
+    made = summary(-0.02)
+    made.rows = [r for r in made.rows if r["seed"] < 3]
+    assert judge_part(question(), "letters", made).lines[1].outcome == "no difference shown"
+
+
+def test_a_ladder_compares_each_rung_with_the_one_before():
+    judged = judge_part(question(compare="previous", baseline=None), "letters", summary(0.05))
+    assert [line.outcome for line in judged.lines] == ["first rung", "worse"]
+    assert judged.finding == "polar worse than standard"
+
+
+def test_the_search_decides_which_seeds_count():
+    made = Summary("blocks")
+    for value, loss in ((1e-3, 2.0), (2e-3, 1.0)):
+        made.add(row("standard", 1000, loss, stage="tune", value=value))
+        made.add(row("standard", 1, loss, value=value), {"block._target_": "s"})
+    judged = judge_part(question(tune={"values": [1e-3, 2e-3]}), "letters", made)
+    (line,) = judged.lines
+    assert line.value == 2e-3 and line.losses == {1: 1.0} and judged.finding == "standard: 1 bits per byte"
+
+
+def test_rows_that_the_plan_does_not_know_are_refused():
+    made = summary()
+    made.add(row("mystery", 1, 1.0))
+    with pytest.raises(UserError, match="letters/mystery"):
+        check_known(question(), made)
+
+
+def test_a_row_is_a_run_for_the_verdict():
+    run = as_run(row("polar", 3, 1.5), {"model.d_model": 8, "seed": 1}, "val/bits_per_byte")
+    assert (run.seed, run.block, run.number("val/bits_per_byte")) == (3, "polar", 1.5)
+    assert list(run.metrics.stream("val/bits_per_byte")["tokens"]) == [250, 500, 1000]
+    assert unflatten({"a.b": 1, "a.c": 2, "d": 3}) == {"a": {"b": 1, "c": 2}, "d": 3}
+
+
+def test_one_command_makes_all_seeds_again():
+    rows = [row("polar", 1, 1.0, command="python train.py block=polar runs_dir=x seed=1"), row("polar", 2, 1.0)]
+    assert results.command(rows) == "python train.py block=polar -m seed=1,2"
