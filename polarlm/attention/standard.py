@@ -7,8 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polarlm.attention.additions import HeadGate, ValueResidual
+from polarlm.attention.decoding import decode, decoder_for
 from polarlm.attention.frequencies import Frequencies, Turns
 from polarlm.attention.initialisation import linear
+from polarlm.attention.kernels import DirectionalNoise
+from polarlm.attention.kernels.native_decode import Recipe
 from polarlm.attention.lean import rotate
 from polarlm.attention.mixer import (
     Mixer,
@@ -49,7 +52,10 @@ class StandardAttention(Mixer):
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         """y_i = sum_j softmax(q_i . k_j / sqrt(Dh)) v_j, per head, then W_o."""
         sizes = [heads * self.shape.head_dim for heads in self.heads]
-        q, k, v = (split_heads(part, heads) for part, heads in zip(self.qkv(x).split(sizes, dim=-1), self.heads))
+        parts = self.qkv(x).split(sizes, dim=-1)
+        if decoder := decoder_for(x, context, "auto", self._recipe):
+            return self.out(decode(decoder, context, *parts))
+        q, k, v = (split_heads(part, heads) for part, heads in zip(parts, self.heads))
         if self.q_norm is not None and self.k_norm is not None:
             wide = torch.promote_types(v.dtype, torch.float32)  # norms are fp32 or better
             q, k = self.q_norm(q.to(wide)).to(v.dtype), self.k_norm(k.to(wide)).to(v.dtype)
@@ -77,6 +83,29 @@ class StandardAttention(Mixer):
     def combine(self, v_bar: Tensor, own: Tensor) -> Tensor:
         """What leaves the heads, from the aggregated values (B, H, T, Dh) and the token's own (B, G, T, Dh)."""
         return v_bar
+
+    def projection(self) -> str | None:
+        """What `combine` is called in geometry/multihead.py, for decoding; None for what has no name there."""
+        return "none" if type(self).combine is StandardAttention.combine else None
+
+    def _recipe(self) -> Recipe | None:
+        """What a layer decodes with: soft-max attention is the exponential kernel of -2 q.k at precision 1."""
+        additions = (self.q_norm, self.head_gate, self.value_residual)
+        projection = self.projection()
+        if projection is None or self.frequencies.kind != "shared" or any(x is not None for x in additions):
+            return None
+        one = torch.ones(self.shape.n_head)
+        noise = DirectionalNoise(0 * one, 0 * one, 0 * one, one, 0 * one, tau=one * 4 * self.shape.head_dim**-0.5)
+        return Recipe(
+            heads=self.shape.n_head,
+            kernel="exponential",
+            noise=noise,
+            rotate_values=self.rotate_values,
+            qk_radius=0.0,
+            eps=0.0,
+            residual_form="dot",
+            projection=projection,
+        )
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
         queries, keys = q.shape[2], k.shape[2]

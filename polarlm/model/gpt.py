@@ -130,7 +130,7 @@ class GPT(nn.Module):
         start = cache.length if cache is not None else 0
         stop = start + tokens.shape[1]
         positions = torch.arange(start, stop, device=tokens.device)
-        if cache is None or cache.rotary is None:
+        if cache is None or cache.rotary is None or stop > len(cache.rotary[0]):  # the layers' caches refuse the last
             return positions, self._rotary(positions)
         return positions, (cache.rotary[0][start:stop], cache.rotary[1][start:stop])
 

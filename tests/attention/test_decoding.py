@@ -15,6 +15,8 @@ from polarlm.attention.polar_decoding import PASSED_ON, REQUIRED
 from polarlm.attention.polar_noise import PARAMETERS
 from polarlm.attention.rfa import PARAMETERS as RFA_PARAMETERS
 from polarlm.attention.rfa import RobustFilterAttention
+from polarlm.attention.standard import StandardAttention
+from polarlm.attention.xsa import ExclusiveAttention
 from polarlm.geometry import rotary_tables
 
 LENGTH = 70  # more than one block of keys
@@ -76,6 +78,43 @@ def test_rfa_decodes_what_it_computes_at_once(switches: dict) -> None:
     torch.testing.assert_close(found, at_once(mixer, x), rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("block", "switches", "short"),
+    [
+        (StandardAttention, {}, True),
+        (StandardAttention, {"rotate_values": True}, True),
+        (ExclusiveAttention, {}, True),
+        (ExclusiveAttention, {"layers": []}, True),
+        (StandardAttention, {"qk_norm": True}, False),
+        (StandardAttention, {"head_gate": True}, False),
+        (ExclusiveAttention, {"value_residual": True}, False),
+        (StandardAttention, {"frequencies": "per_head"}, False),
+    ],
+    ids=str,
+)
+def test_standard_and_xsa_decode_what_they_compute_at_once(block: type[Mixer], switches: dict, short: bool) -> None:
+    torch.manual_seed(0)
+    mixer = block(shape(), **switches).eval()
+    mixer.qkv.weight.data.mul_(4)  # scores of either sign, some far from 0
+    x = torch.randn(2, LENGTH, 32)
+    found, taken = decoded(mixer, x, prompt=3)
+    assert taken == short
+    torch.testing.assert_close(found, at_once(mixer, x), rtol=1e-4, atol=1e-4)
+
+
+def test_a_block_that_combines_in_its_own_way_takes_the_long_way() -> None:
+    class Halved(StandardAttention):
+        def combine(self, v_bar: Tensor, own: Tensor) -> Tensor:
+            return 0.5 * v_bar
+
+    class HalvedExclusive(ExclusiveAttention):
+        def combine(self, v_bar: Tensor, own: Tensor) -> Tensor:
+            return 0.5 * v_bar
+
+    for block in (Halved, HalvedExclusive):
+        assert not decoded(block(shape()).eval(), torch.randn(1, 4, 32), prompt=2)[1]
+
+
 def test_heads_that_are_no_whole_vectors_and_other_precisions_take_the_long_way() -> None:
     for mixer, x in (
         (PolarAttention(shape(head_dim=8)), torch.randn(1, 5, 32)),
@@ -123,3 +162,8 @@ def test_every_switch_of_rfa_is_known_to_its_recipe() -> None:
     }
     passed_on = {"qk_norm", "rotate_values", "decay_keys", "decay_values"}
     assert named - set(RFA_PARAMETERS) == passed_on | {"frequencies", "head_gate", "value_residual"}
+
+
+def test_every_switch_of_standard_is_known_to_its_recipe() -> None:
+    known = {"shape", "qk_norm", "rotate_values", "frequencies", "head_gate", "value_residual"}
+    assert set(inspect.signature(StandardAttention).parameters) == known
