@@ -23,6 +23,7 @@ BLOCKS: dict[str, tuple[str, dict]] = {
     "xsa": ("xsa", {}),
     "rfa": ("rfa", {}),
     "polar": ("polar", {"kernel": "student", "projection": "evidence", "radial": "own"}),
+    "polar, qk": ("polar", {"radial_correlation": "qk"}),
     "polar, radial off": ("polar", {"kernel": "student", "projection": "evidence", "radial": "none"}),
 }
 SHAPE = dict(d_model=384, n_layer=6, n_head=6)
@@ -35,15 +36,17 @@ def build(block: str, context: int, **shape) -> GPT:
     hyper = OmegaConf.to_container(OmegaConf.load(CONFIGS / "block" / f"{file}.yaml"), resolve=True) | changes
     hyper.pop("_partial_")
     module, name = hyper.pop("_target_").rsplit(".", 1)
-    config = GPTConfig(vocab_size=VOCABULARY, context=context, **(SHAPE | shape))
+    config = GPTConfig(context=context, **({"vocab_size": VOCABULARY} | SHAPE | shape))
     torch.manual_seed(0)
     return GPT(config, functools.partial(getattr(importlib.import_module(module), name), **hyper))
 
 
-def training_step(loss: Callable[[Tensor, Tensor], Tensor], model: nn.Module, batch: int, context: int):
+def training_step(
+    loss: Callable[[Tensor, Tensor], Tensor], model: nn.Module, batch: int, context: int, vocabulary: int = VOCABULARY
+):
     """A closure that does one whole step: forward, backward, clipping, fused AdamW."""
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    tokens = torch.randint(VOCABULARY, (batch, context + 1))
+    tokens = torch.randint(vocabulary, (batch, context + 1))
 
     def step() -> None:
         loss(tokens[:, :-1], tokens[:, 1:]).backward()

@@ -1,6 +1,8 @@
-"""(d) Our `standard` against a bare torch loop written here, and against transformers' and litgpt's models."""
+"""(d) Our `standard` against models written here (a bare Llama, a GPT-2 as nanoGPT has it), transformers and litgpt."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -10,10 +12,7 @@ from benchmarks.blocks import SHAPE, VOCABULARY, build, training_step
 from benchmarks.timing import interleaved
 from polarlm.training.loggers.throughput import measured_peak
 
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat([-second, first], -1) * sin
+OURS, OURS_GELU, NANOGPT = "polarlm standard", "polarlm standard, GELU", "GPT-2 as in nanoGPT"
 
 
 class BareBlock(nn.Module):
@@ -39,11 +38,13 @@ class BareBlock(nn.Module):
 
 
 class BareGPT(nn.Module):
-    """A nanoGPT-like model: embedding, blocks, tied output, plain cross-entropy."""
+    """A Llama as a tutorial has it: embedding, blocks, tied output, plain cross-entropy."""
 
-    def __init__(self, context: int, hidden: int, d_model: int, n_layer: int, n_head: int) -> None:
+    def __init__(
+        self, context: int, hidden: int, d_model: int, n_layer: int, n_head: int, vocab_size: int = VOCABULARY
+    ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, d_model)
+        self.embedding = nn.Embedding(vocab_size, d_model)
         self.blocks = nn.ModuleList(BareBlock(d_model, n_head, hidden) for _ in range(n_layer))
         self.norm = nn.RMSNorm(d_model)
         size = d_model // n_head
@@ -59,13 +60,48 @@ class BareGPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def _transformers(context: int, hidden: int, d_model: int, n_layer: int, n_head: int):
+class GPT2Block(nn.Module):
+    """LayerNorm, attention without rotation, GELU."""
+
+    def __init__(self, d: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(d, bias=False), nn.LayerNorm(d, bias=False)
+        self.qkv, self.out = nn.Linear(d, 3 * d, bias=False), nn.Linear(d, d, bias=False)
+        self.up, self.down = nn.Linear(d, 4 * d, bias=False), nn.Linear(4 * d, d, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        q, k, v = (z.view(b, t, self.heads, -1).transpose(1, 2) for z in self.qkv(self.norm1(x)).split(d, dim=2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).contiguous().view(b, t, d))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT2Like(nn.Module):
+    """The model that nanoGPT trains: GPT-2 without biases, learned positions, tied output, plain cross-entropy."""
+
+    def __init__(self, context: int, d_model: int, n_layer: int, n_head: int, vocab_size: int = VOCABULARY) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(vocab_size, d_model), nn.Embedding(context, d_model)
+        self.blocks = nn.ModuleList(GPT2Block(d_model, n_head) for _ in range(n_layer))
+        self.norm = nn.LayerNorm(d_model, bias=False)
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.norm(x) @ self.embedding.weight.t()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _transformers(context: int, hidden: int, d_model: int, n_layer: int, n_head: int, vocab_size: int = VOCABULARY):
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
         return None
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=vocab_size,
         hidden_size=d_model,
         intermediate_size=hidden,
         num_hidden_layers=n_layer,
@@ -83,7 +119,7 @@ def _transformers(context: int, hidden: int, d_model: int, n_layer: int, n_head:
     return model, loss
 
 
-def _litgpt(context: int, hidden: int, d_model: int, n_layer: int, n_head: int):
+def _litgpt(context: int, hidden: int, d_model: int, n_layer: int, n_head: int, vocab_size: int = VOCABULARY):
     try:
         from litgpt import GPT, Config
     except ImportError:
@@ -91,8 +127,8 @@ def _litgpt(context: int, hidden: int, d_model: int, n_layer: int, n_head: int):
     model = GPT(
         Config(
             block_size=context,
-            vocab_size=VOCABULARY,
-            padded_vocab_size=VOCABULARY,
+            vocab_size=vocab_size,
+            padded_vocab_size=vocab_size,
             n_layer=n_layer,
             n_head=n_head,
             n_embd=d_model,
@@ -111,26 +147,44 @@ def _litgpt(context: int, hidden: int, d_model: int, n_layer: int, n_head: int):
     return model, loss
 
 
-def peers(context: int, tokens: int, rounds: int) -> list[dict]:
-    """Training tokens per second of each, relative to the bare loop; not installed: n/a."""
-    ours = build("standard", context)
+def candidates(context: int, batch: int, **shape: int) -> tuple[dict[str, Callable[[], None]], dict[str, int]]:
+    """A training step of every model that is installed, and its parameters without embeddings; ours first."""
+    shape = SHAPE | shape
+    vocabulary = shape.get("vocab_size", VOCABULARY)
+    ours, gelu = build("standard", context, **shape), build("standard", context, **shape, ffn="gelu")
     hidden = ours.blocks[0].feed_forward.down.in_features
-    bare = BareGPT(context, hidden, **SHAPE)
-    candidates = {"bare torch loop": (bare, bare.loss), "polarlm standard": (ours, ours.loss)}
-    candidates |= {
-        "transformers Llama": _transformers(context, hidden, **SHAPE),
-        "litgpt": _litgpt(context, hidden, **SHAPE),
+    bare, gpt2 = BareGPT(context, hidden, **shape), GPT2Like(context, **shape)
+    made = {
+        OURS: (ours, ours.loss),
+        OURS_GELU: (gelu, gelu.loss),
+        "bare torch loop": (bare, bare.loss),
+        NANOGPT: (gpt2, gpt2.loss),
+        "transformers Llama": _transformers(context, hidden, **shape),
+        "litgpt": _litgpt(context, hidden, **shape),
     }
-    steps = {
-        name: training_step(pair[1], pair[0], tokens // context, context) for name, pair in candidates.items() if pair
+    found = {name: pair for name, pair in made.items() if pair is not None}
+    steps = {name: training_step(loss, model, batch, context, vocabulary) for name, (model, loss) in found.items()}
+    sizes = {
+        name: sum(p.numel() for p in model.parameters())
+        - sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
+        for name, (model, _) in found.items()
     }
-    seconds = interleaved(steps, rounds)
-    flops, peak, base = ours.flops_per_token(context) * tokens, measured_peak(), seconds["bare torch loop"]
-    rows = []
-    for name in candidates:
-        spent = seconds.get(name)
-        row = {"model": name, "context": context, "tokens/s": None, "speed": None, "mfu": None}
-        if spent:
-            row |= {"tokens/s": tokens / spent, "speed": base / spent, "mfu": flops / spent / peak}
-        rows.append(row)
-    return rows
+    return steps, sizes
+
+
+def peers(context: int, tokens: int, rounds: int, **shape: int) -> list[dict]:
+    """Training tokens per second of each, and our speed relative to it, like feed-forward against like."""
+    steps, sizes = candidates(context, tokens // context, **shape)
+    spent = interleaved(steps, rounds)
+    flops, peak = build("standard", context, **shape).flops_per_token(context) * tokens, measured_peak()
+    return [
+        {
+            "model": name,
+            "context": context,
+            "parameters": sizes[name],
+            "tokens/s": tokens / seconds,
+            "ours": seconds / spent[OURS_GELU if name == NANOGPT else OURS],
+            "mfu": flops / seconds / peak,
+        }
+        for name, seconds in spent.items()
+    ]

@@ -30,8 +30,8 @@ COLUMNS = {
     "compiled": ["block", "context", "compiled", "ms", "ratio", "tokens/s", "mfu"],
     "attention": ["attention", "context", "ms", "ratio"],
     "memory": ["block", "context", "MB", "ratio"],
-    "decoding": ["block", "seconds", "tokens/s", "late/early"],
-    "peers": ["model", "context", "tokens/s", "speed", "mfu"],
+    "decoding": ["block", "rows", "ms/token", "ratio", "tokens/s", "late/early"],
+    "peers": ["model", "context", "parameters", "tokens/s", "ours", "mfu"],
 }
 
 

@@ -9,6 +9,11 @@ from collections.abc import Callable
 
 def interleaved(candidates: dict[str, Callable[[], None]], rounds: int, warmup: int = 2) -> dict[str, float]:
     """Median seconds per call of each candidate; the machine's mood hits all of them alike."""
+    return {name: statistics.median(times) for name, times in turns(candidates, rounds, warmup).items()}
+
+
+def turns(candidates: dict[str, Callable[[], None]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
+    """Seconds of every call, round by round."""
     spent: dict[str, list[float]] = {name: [] for name in candidates}
     for turn in range(warmup + rounds):
         for name, run in candidates.items():
@@ -16,7 +21,20 @@ def interleaved(candidates: dict[str, Callable[[], None]], rounds: int, warmup: 
             run()
             if turn >= warmup:
                 spent[name].append(time.perf_counter() - began)
-    return {name: statistics.median(times) for name, times in spent.items()}
+    return spent
+
+
+def ratios(spent: dict[str, list[float]], base: str) -> dict[str, dict[str, float]]:
+    """Each candidate relative to `base`: of the medians, of the minima, and the median of the ratios in a round."""
+    return {
+        name: {
+            "ms": 1e3 * statistics.median(times),
+            "ratio": statistics.median(times) / statistics.median(spent[base]),
+            "of minima": min(times) / min(spent[base]),
+            "in a round": statistics.median(mine / other for mine, other in zip(times, spent[base])),
+        }
+        for name, times in spent.items()
+    }
 
 
 def table(rows: list[dict], columns: list[str]) -> str:

@@ -5,7 +5,9 @@ import pytest
 from benchmarks import run
 from benchmarks.blocks import BLOCKS, attention_alone, whole_steps
 from benchmarks.decoding import decoding
-from benchmarks.timing import interleaved, table
+from benchmarks.neighbour import with_a_neighbour
+from benchmarks.peers import candidates
+from benchmarks.timing import interleaved, ratios, table
 
 TOY = dict(d_model=32, n_layer=1, n_head=2)
 
@@ -23,8 +25,28 @@ def test_attention_alone_is_relative_to_sdpa():
 
 
 def test_decoding_reports_tokens_per_second():
-    (row,) = decoding(("polar",), 20, **TOY)
-    assert row["tokens/s"] == pytest.approx(20 / row["seconds"])
+    first, second = decoding(("standard", "polar"), 20, batch=3, **TOY)
+    assert first["ratio"] == 1 and second["ratio"] == pytest.approx(second["ms/token"] / first["ms/token"])
+    assert second["tokens/s"] == pytest.approx(3e3 / second["ms/token"])
+
+
+def test_ratios_are_of_medians_of_minima_and_within_a_round():
+    found = ratios({"a": [1.0, 2.0, 4.0], "b": [3.0, 3.0, 4.0]}, "a")["b"]
+    assert (found["ratio"], found["of minima"], found["in a round"]) == (1.5, 3.0, 1.5)
+
+
+def test_a_neighbour_slows_a_step_down_and_is_gone_afterwards():
+    (row,) = with_a_neighbour(("standard",), 16, 32, 1, **TOY)
+    assert row["slowdown"] == pytest.approx(row["beside ms"] / row["alone ms"])
+
+
+def test_peers_have_the_size_of_ours(monkeypatch):
+    for other in ("_transformers", "_litgpt"):  # slow to import, and perhaps not there
+        monkeypatch.setattr(f"benchmarks.peers.{other}", lambda *sizes, **shape: None)
+    _, sizes = candidates(16, 2, **TOY)
+    assert sizes["bare torch loop"] == sizes["polarlm standard"]
+    # GPT-2's feed-forward at 4d against SwiGLU's rounded hidden size; the GELU model is its equal.
+    assert sizes["GPT-2 as in nanoGPT"] == sizes["polarlm standard, GELU"]
 
 
 def test_candidates_take_turns():
