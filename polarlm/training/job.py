@@ -14,7 +14,7 @@ from polarlm.model import GPT
 from polarlm.model.build import build_model, warn_about_idle_settings
 from polarlm.runs.restore import start_from
 from polarlm.training.batching import BatchPlan, plan_batches, total_steps
-from polarlm.training.hardware import choose_accelerator, choose_compile, choose_precision
+from polarlm.training.hardware import ASKED, choose_accelerator, choose_compile, choose_precision
 from polarlm.training.optimisers import build_optimiser
 from polarlm.training.schedules import build_schedule
 from polarlm.training.schedules.warmup import Schedule
@@ -34,6 +34,7 @@ class Job:
     accelerator: str
     precision: str
     compiled: bool
+    reasons: dict[str, str]  # why precision and compiling were chosen, where `auto` chose them
 
 
 def build_job(config: dict[str, Any]) -> Job:
@@ -41,7 +42,6 @@ def build_job(config: dict[str, Any]) -> Job:
     t = config["trainer"]
     accelerator = choose_accelerator(t["accelerator"])
     precision = choose_precision(t["precision"], accelerator)
-    compiled = choose_compile(t["compile"], accelerator)
     if t["strategy"] not in ("auto", "ddp", "fsdp"):
         raise UserError(f"trainer.strategy={t['strategy']!r} is unknown; choose auto, ddp or fsdp")
     processes = t["devices"] * t["nodes"]
@@ -63,21 +63,26 @@ def build_job(config: dict[str, Any]) -> Job:
     if config.get("init_from"):
         start_from(model, config["init_from"])
     build_optimiser(config["optim"], model)  # only to refuse wrong options now
-    return Job(config, corpus, model, data, plan, steps, schedule, accelerator, precision, compiled)
+    flops = model.flops_per_token(plan.context) * plan.tokens / processes
+    compiled = choose_compile(t["compile"], accelerator, config["choices"]["block"], flops, steps)
+    reasons = {name: c.why for name, c in (("precision", precision), ("compile", compiled)) if c.why != ASKED}
+    chosen = accelerator, precision.value, compiled.value == "yes", reasons
+    return Job(config, corpus, model, data, plan, steps, schedule, *chosen)
 
 
 def headline(job: Job, folder: Path, *, again: bool) -> str:
-    """What is about to happen, in three lines."""
+    """What is about to happen, in three lines, and a fourth where `auto` chose something."""
     choices, plan = job.config["choices"], job.plan
     tokens = len(job.corpus.store("train"))
     where = f"{job.accelerator}, {job.precision}" + (", compiled" if job.compiled else "")
     if plan.processes > 1:
         where = f"{plan.processes} processes ({job.config['trainer']['strategy']}), {where}"
     epochs = job.steps * plan.tokens / tokens
+    reasons = "".join(f"\n  {name}: {why}" for name, why in job.reasons.items())
     return (
         f"{'Continuing' if again else 'Training'} {folder}\n"
         f"  {choices['block']} block, {choices['model']} model, {job.model.parameter_count():,} parameters; {where}\n"
         f"  {choices['data']}: {tokens:,} tokens "
         f"({choices['tokenizer']}, vocabulary {job.corpus.tokenizer.vocab_size:,}); "
-        f"{job.steps:,} steps of {plan.tokens:,} tokens, {epochs:.1f} passes"
+        f"{job.steps:,} steps of {plan.tokens:,} tokens, {epochs:.1f} passes{reasons}"
     )

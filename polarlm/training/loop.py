@@ -49,6 +49,9 @@ def train_run(config: dict[str, Any], pictures: Callable[[Path], Any] | None = N
     status = "finished"
     try:
         print(headline(job, folder, again=again), file=sys.stderr, flush=True)
+        chosen = {"accelerator": job.accelerator, "precision": job.precision, "compiled": job.compiled}
+        known = read_json(folder / "environment.json") or {}
+        write_json(folder / "environment.json", {**known, "chosen": {**chosen, "reasons": job.reasons}})
         tell_folder(folder)
         loggers = build_loggers(config, folder)
         fit(job, folder, loggers, extra=[SignOfLife(lock)])

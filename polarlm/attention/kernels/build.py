@@ -40,11 +40,11 @@ def library(real: str) -> ctypes.CDLL:
     sources = sorted(SOURCES.iterdir())
     parts = [
         *(path.read_bytes() for path in sources),
-        *map(str.encode, (*FLAGS, real, _version(compiler), _processor())),
+        *map(str.encode, (*FLAGS, real, _version(compiler), processor())),
     ]
     name = f"native-{real}-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
     try:
-        folder = _folder()
+        folder = cache_folder()
         path = folder / name
         with open(folder / f"{name}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # several processes of one run: one compiles, the others wait and load
@@ -66,7 +66,7 @@ def _compile(compiler: str, real: str, path: Path) -> None:
     os.replace(unfinished.name, path)
 
 
-def _folder() -> Path:
+def cache_folder() -> Path:
     """The cache folder, or a private temporary one where the user's home cannot be written."""
     chosen = os.environ.get(CACHE_VARIABLE)
     standard = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "polarlm"
@@ -89,7 +89,7 @@ def _version(compiler: str) -> str:
     return subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
 
 
-def _processor() -> str:
+def processor() -> str:
     """What -march=native depends on: a cache on a shared home must not serve another machine's instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
