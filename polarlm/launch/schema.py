@@ -162,7 +162,7 @@ class BlockSettings:
     magnitude: str | bool = setting(choices=("own", "unit", "on", "off", True, False))
     residual_form: str = setting(choices=("full", "dot"))
     retract: str = setting(choices=("none", "norm", "exp", "geodesic"))
-    backend: str = setting(choices=("auto", "reference", "native", "streaming", "triton"))
+    backend: str = setting(choices=("auto", "reference", "native", "streaming", "triton", "flex"))
     lift: int = setting(choices=(1, 2))
     irls_steps: int = setting(at_least=1)
     evidence_clamp: float | None = setting(at_least=0)

@@ -89,7 +89,8 @@ def test_logits_loss_and_generation_are_ours(exported, block):
     with torch.no_grad():
         ours = run.model(tokens).numpy()
     assert np.abs(ours).max() > 1
-    np.testing.assert_allclose(logits, ours, atol=1e-5)
+    # Plain formulas there, native ones here: the literal algorithm amplifies what they round differently.
+    np.testing.assert_allclose(logits, ours, atol=5e-5 if block == "polar_literal" else 1e-5)
     text = Text(tokens[0].numpy(), np.array([0]), TextSize(TOKENS, TOKENS, TOKENS, 1))
     assert answer["loss"] == pytest.approx(score_text(run.model, text).nats.mean(), abs=1e-5)
     greedy = list(sample_tokens(run.model, tokens[0, :5].tolist(), 12, Sampling(temperature=0)))

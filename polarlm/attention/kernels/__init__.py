@@ -16,6 +16,7 @@ import torch
 from polarlm.errors import UserError
 
 from .call import KERNELS, RADIAL_CORRELATIONS, AttentionOutput, RobustCall, Weights, check_residual_form
+from .flex_backend import flex_attention, flex_obstacle
 from .native_backend import native_attention, native_obstacle
 from .noise import DirectionalNoise, RadialNoise
 from .reference import reference_attention
@@ -49,6 +50,7 @@ BACKENDS = {
     "native": Backend(native_attention, native_obstacle),
     "streaming": Backend(streaming_attention, streaming_obstacle),
     "triton": Backend(triton_attention, triton_obstacle),
+    "flex": Backend(flex_attention, flex_obstacle),
 }
 
 
@@ -70,12 +72,13 @@ def fastest(call: RobustCall) -> str:
     """The name of the backend that `auto` stands for."""
     if not call.q.numel() or call.return_weights:
         return "reference"
-    kernels = "triton" if call.q.is_cuda else "native"
-    obstacle = BACKENDS[kernels].obstacle(call)
-    if obstacle is None:
-        return kernels if distrust(kernels, call.q.device.type) is None else "streaming"
-    if kernels == "native" and call.q.device.type == "cpu":
-        _warn_once(f"Attention runs in plain torch, several times slower: {obstacle}.")
+    device = call.q.device.type
+    for kernels in {"cuda": ("triton", "flex"), "cpu": ("native",)}.get(device, ()):
+        obstacle = BACKENDS[kernels].obstacle(call)
+        if obstacle is None and distrust(kernels, device) is None:
+            return kernels
+        if obstacle is not None and device == "cpu":
+            _warn_once(f"Attention runs in plain torch, several times slower: {obstacle}.")
     return "streaming"
 
 
