@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -97,7 +97,7 @@ def _function(compiled: bool) -> Callable[..., Any]:
     """FlexAttention, fused where there is a GPU: unfused it would hold all pairs."""
     from torch.nn.attention.flex_attention import flex_attention as function
 
-    return torch.compile(function, dynamic=False) if compiled else function
+    return cast(Callable[..., Any], torch.compile(function, dynamic=False) if compiled else function)
 
 
 def _block_mask(documents: Tensor | None, batch: int, queries: int, keys: int, device: str) -> Any:
