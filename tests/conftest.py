@@ -15,6 +15,12 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED = Path(os.environ.setdefault("POLARLM_SHARED_DATA", str(ROOT.parent / "shared" / "data")))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: one of them at the end would leave the other processes without work."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
