@@ -126,7 +126,7 @@ def test_heads_that_are_no_whole_vectors_and_other_precisions_take_the_long_way(
 
 
 def test_the_scalars_of_a_new_text_are_read_again() -> None:
-    mixer = PolarAttention(shape()).eval()
+    mixer = PolarAttention(shape(), radial="own").eval()
     x = torch.randn(1, 6, 32)
     before, _ = decoded(mixer, x, prompt=1)
     with torch.no_grad():

@@ -184,7 +184,7 @@ def test_beta_zero_switches_the_radial_step_off():
 
 
 def test_parameters_are_learned_or_frozen_one_by_one():
-    mixer = PolarAttention(SHAPE, frozen=["alpha", "mu", "nu_t"])
+    mixer = PolarAttention(SHAPE, radial="own", frozen=["alpha", "mu", "nu_t"])
     learned = {name.split(".")[1] for name, _ in mixer.named_parameters() if name.startswith("estimator")}
     assert learned.isdisjoint({"alpha", "mu", "nu_t"})
     assert {"eta_tq", "eta_tk", "sigma_t0", "m_inf", "beta", "nu_r", "eta_rq", "eta_rk", "sigma_r0"} <= learned

@@ -105,7 +105,7 @@ def logit(mixer, p, h, q, k, m_j, lag):
 
 def projected(mixer, v, estimate, evidence):
     """What leaves the heads (B, T, H, Dh): the projected step and the radial one."""
-    if isinstance(mixer, ExclusiveAttention):
+    if isinstance(mixer, ExclusiveAttention) or getattr(mixer, "projection", None) == "per_head":
         return estimate - ((v * estimate).sum(-1) / (v**2).sum(-1))[..., None] * v
     if not isinstance(mixer, PolarAttention):
         return estimate

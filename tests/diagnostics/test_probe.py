@@ -74,7 +74,7 @@ def test_values_are_compared_in_the_frame_the_block_averages_them_in(block):
 
 
 def test_flat_names_carry_layer_and_head():
-    scalars = run_probe(model_of(PolarAttention), tokens_of()).scalars()
+    scalars = run_probe(model_of(partial(PolarAttention, radial="own")), tokens_of()).scalars()
     assert {"radial/residual_rms/layer_03", "radial/growth/layer_02", "precision/log_evidence/layer_02/head_1",
             "parameters/mu/layer_00/head_3", "parameters/beta/layer_01"} <= set(scalars)  # fmt: skip
     assert all(value is None or isinstance(value, float) for value in scalars.values())

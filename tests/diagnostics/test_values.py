@@ -23,7 +23,8 @@ BLOCKS = {
     "rfa": (RobustFilterAttention, None),
     "rfa_grouped": (RobustFilterAttention, 2),
     "polar": (PolarAttention, None),
-    "polar_global": (partial(PolarAttention, projection="global", alpha=0.7), None),
+    "polar_paper": (partial(PolarAttention, projection="evidence", radial="own"), None),
+    "polar_global": (partial(PolarAttention, projection="global", radial="own", alpha=0.7), None),
 }
 
 
