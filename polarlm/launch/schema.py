@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from polarlm.model.config import FRAME_NAMES
 from polarlm.settings import setting
 
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "bf16-true", "16-mixed", "64-true")
@@ -153,6 +154,7 @@ class BlockSettings:
     radial: str | bool = setting(choices=("none", "own", "shared", "off", False))
     radial_correlation: str = setting(choices=("vv", "qk", "one"))
     frequencies: str = setting(choices=("shared", "per_head", "learned"))
+    frame: str | None = setting(choices=FRAME_NAMES)
     qk_norm: bool = setting()
     head_gate: bool = setting()
     value_residual: bool = setting()

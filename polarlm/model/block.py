@@ -1,50 +1,45 @@
-"""One transformer block: x + mixer(norm x), then x + feed-forward(norm x); or norm(x + mixer(x)) and so on."""
+"""One transformer block: two branches, a mixer and a feed-forward, and the connections that join them to the stream."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
-from polarlm.attention.mixer import Mixer, TokenContext
-from polarlm.model.norm import RMSNorm
+from polarlm.attention.mixer import Mixer, MixerShape, TokenContext
+from polarlm.geometry import tangential_part
+from polarlm.model.frames import FRAMES
 
 
 class Block(nn.Module):
-    """The residual frame around any mixer.
-
-    `pre` normalises what enters a branch and keeps the stream's magnitude from layer to layer; a mixer with
-    `pre_norm = False` gets the raw stream. `post` normalises the stream after each addition, which discards the
-    magnitude (Appendix E).
-    """
+    """A mixer and a feed-forward inside a residual frame; a mixer with `pre_norm = False` reads the raw stream."""
 
     mixer: Mixer
     feed_forward: nn.Module
 
-    def __init__(
-        self,
-        mixer: Mixer,
-        feed_forward: nn.Module,
-        d_model: int,
-        dropout: float,
-        norm_eps: float,
-        frame: str = "pre",
-    ) -> None:
+    def __init__(self, mixer: Mixer, feed_forward: nn.Module, shape: MixerShape, frame: str = "pre") -> None:
         super().__init__()
-        self.post = frame == "post"
-        normalised = self.post or getattr(mixer, "pre_norm", True)
-        self.mixer_norm = RMSNorm(d_model, norm_eps) if normalised else nn.Identity()
+        self.mixer_norm = FRAMES[frame].around(shape, raw=not mixer.pre_norm)
         self.mixer = mixer
-        self.ffn_norm = RMSNorm(d_model, norm_eps)
+        self.ffn_norm = FRAMES[frame].around(shape)
         self.feed_forward = feed_forward
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         """(B, T, d) -> (B, T, d)."""
-        if self.post:
-            middle = self.mixer_norm(x + self.dropout(self.mixer(x, context)))
-            after = self.ffn_norm(middle + self.dropout(self.feed_forward(middle)))
-        else:
-            middle = x + self.dropout(self.mixer(self.mixer_norm(x), context))
-            after = middle + self.dropout(self.feed_forward(self.ffn_norm(middle)))
+        step = self.mixer(self.mixer_norm.read(x), context)
+        middle = self._join(self.mixer_norm, x, step, self.mixer.project_stream != "none")
+        step = self.feed_forward(self.ffn_norm.read(middle))
+        after = self._join(self.ffn_norm, middle, step, self.mixer.project_stream == "both")
         if context.record is not None:
             context.record.update(residual_in=x, residual_mid=middle, residual_out=after)
         return after
+
+    def _join(self, connection: Any, x: Tensor, step: Tensor, tangent: bool) -> Tensor:
+        """The stream after a branch; `tangent` leaves out what the step has along the stream (docs/theory.md, E11)."""
+        step = self.dropout(step)
+        if tangent:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            step = tangential_part(x.to(wide), step.to(wide)).to(step.dtype)
+        return connection.write(x, step)

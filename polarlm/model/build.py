@@ -15,10 +15,21 @@ from polarlm.targets import target_of
 def build_model(config: dict[str, Any], vocab_size: int) -> GPT:
     """The GPT that `model` and `block` describe, with freshly initialised weights; safe for a stranger's config."""
     mixer, options = target_of(config["block"], "block")
+    model = config["model"] | frame_of(options.pop("frame", None), config["model"])
     try:
-        return GPT(GPTConfig(vocab_size=vocab_size, **config["model"]), functools.partial(mixer, **options))
+        return GPT(GPTConfig(vocab_size=vocab_size, **model), functools.partial(mixer, **options))
     except TypeError as error:  # a key that the block or the model does not have (added with `+`)
         raise UserError(f"model or block has a key it does not know: {error}") from error
+
+
+def frame_of(block_frame: str | None, model: dict[str, Any]) -> dict[str, str]:
+    """The residual frame that a block's yaml asks for, as a setting of the model; nothing when it asks for none."""
+    if block_frame is None:
+        return {}
+    chosen = model.get("frame", "pre")
+    if chosen not in ("pre", block_frame):
+        raise UserError(f"block.frame={block_frame} and model.frame={chosen} name two frames; leave out model.frame.")
+    return {"frame": block_frame}
 
 
 def warn_about_idle_settings(model: GPT, block: dict[str, Any]) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from polarlm.errors import UserError
 from polarlm.settings import setting
 
+FRAME_NAMES = ("pre", "post", "scaled", "geodesic", "ngpt")  # polarlm/model/frames.py
+
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -31,8 +33,9 @@ class GPTConfig:
     init: str = setting("width", choices=("width", "gpt2"))
     zero_init: bool = False  # maps that add to the stream (attention output, feed-forward down) start at zero
     logit_cap: float | None = setting(None, above=0)  # c: logits are c tanh(logits / c)
-    # Where the stream is normalised: pre (before each branch) | post (after each addition).
-    frame: str = setting("pre", choices=("pre", "post"))
+    # The residual frame: pre (normalised before each branch) | post (after each addition) | scaled (pre, deeper layers
+    # read less) | geodesic (steps along a sphere) | ngpt (everything on spheres).
+    frame: str = setting("pre", choices=FRAME_NAMES)
     checkpointing: bool = False  # recompute each block in the backward pass instead of storing it
 
     def __post_init__(self) -> None:
@@ -55,7 +58,7 @@ class GPTConfig:
                 f"the head size {self.head_size} (model.head_dim, or d_model/n_head = {self.d_model}/{self.n_head}) is "
                 "odd; rotary positions turn pairs of channels, so choose an even one."
             )
-        for key, allowed in (("init", ("width", "gpt2")), ("frame", ("pre", "post"))):
+        for key, allowed in (("init", ("width", "gpt2")), ("frame", FRAME_NAMES)):
             if getattr(self, key) not in allowed:
                 raise UserError(f"model.{key} is {getattr(self, key)!r}; allowed: {', '.join(allowed)}.")
         if not 0 <= self.dropout < 1:

@@ -18,8 +18,9 @@ from polarlm.geometry import rotary_tables
 from polarlm.model.block import Block
 from polarlm.model.config import GPTConfig
 from polarlm.model.feed_forward import build_feed_forward
+from polarlm.model.frames import FRAMES
 from polarlm.model.loss import cap_logits, chunked_cross_entropy, chunked_tally, log_probability_chunks
-from polarlm.model.norm import RMSNorm
+from polarlm.model.ngpt import Factor
 
 
 class Cache:
@@ -43,12 +44,21 @@ class GPT(nn.Module):
         self.embedding = nn.Embedding(c.vocab_size, c.d_model)
         std = embedding_std(c.vocab_size, c.d_model, c.tie_embeddings, c.init, c.zero_init)
         nn.init.normal_(self.embedding.weight, std=std)
+        self.frame = FRAMES[c.frame]
         self.dropout = nn.Dropout(c.dropout)
         self.blocks = nn.ModuleList(self._block(layer, mixer, std) for layer in range(c.n_layer))
-        self.norm = RMSNorm(c.d_model, c.norm_eps)
+        self.norm = self.frame.final(c.d_model, c.norm_eps)
         self.head = linear(c.d_model, c.vocab_size, std)
         if c.tie_embeddings:
             self.head.weight = self.embedding.weight
+        scale = c.d_model**-0.5
+        self.output_scale = Factor(c.vocab_size, 1, init=1.0, scale=scale) if self.frame.output_scale else None
+        self.after_step()
+
+    def after_step(self) -> None:
+        """What the frame asks of the weights after every step of an optimiser (and of fresh ones)."""
+        if self.frame.after_step is not None:
+            self.frame.after_step(self)
 
     def _block(self, layer: int, mixer: Callable[[MixerShape], Mixer], stream_std: float) -> Block:
         c = self.config
@@ -62,14 +72,16 @@ class GPT(nn.Module):
             dropout=c.dropout,
             norm_eps=c.norm_eps,
             rope_base=c.rope_base,
-            stream_std=stream_std if c.frame == "pre" else 1.0,
+            stream_std=1.0 if self.frame.unit_stream else stream_std,
             init=c.init,
             zero_init=c.zero_init,
         )
         feed_forward = build_feed_forward(c.ffn, c.d_model, c.ffn_mult, shape.initial, c.ffn_width)
+        if self.frame.around_feed_forward is not None:
+            self.frame.around_feed_forward(feed_forward)
         attention = mixer(shape)
         calibrate(attention)
-        return Block(attention, feed_forward, c.d_model, c.dropout, c.norm_eps, c.frame)
+        return Block(attention, feed_forward, shape, c.frame)
 
     def _blocks(self) -> list[Block]:
         return cast(list[Block], list(self.blocks))
@@ -80,11 +92,16 @@ class GPT(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits (…, V) of final states (…, d)."""
-        return cap_logits(self.head(hidden), self.config.logit_cap)
+        return cap_logits(F.linear(hidden, self.output_weight()), self.config.logit_cap)
+
+    def output_weight(self) -> Tensor:
+        """The matrix (V, d) that makes logits of final states."""
+        weight = self.head.weight
+        return weight if self.output_scale is None else weight * self.output_scale().to(weight.dtype)
 
     def log_probabilities(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """(rows, log-probabilities (n, V)) of final states (N, d), a chunk at a time, in fp32 or better."""
-        return log_probability_chunks(hidden, self.head.weight, cap=self.config.logit_cap)
+        return log_probability_chunks(hidden, self.output_weight(), cap=self.config.logit_cap)
 
     def hidden(
         self,
@@ -100,10 +117,7 @@ class GPT(nn.Module):
         if documents is not None and documents.shape != tokens.shape:
             raise ValueError(f"documents {tuple(documents.shape)} must have the shape of tokens {tuple(tokens.shape)}")
         positions, rotary = self._where(tokens, documents, cache)
-        x = self.embedding(tokens)
-        if self.config.frame == "post":  # every block of this frame gets a normalised stream, the first one too
-            x = F.rms_norm(x, x.shape[-1:], eps=self.config.norm_eps)
-        x = self.dropout(x)
+        x = self.dropout(self.frame.embed(self.embedding(tokens), self.config.norm_eps))
         shared: dict[str, Tensor] = {}
         for layer, block in enumerate(self._blocks()):
             context = TokenContext(
@@ -144,13 +158,13 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Cross-entropy in nats over targets that are not -100; reduction mean, sum or none (B, T)."""
         hidden = self.hidden(tokens, documents=documents)
-        return chunked_cross_entropy(hidden, self.head.weight, targets, reduction, cap=self.config.logit_cap)
+        return chunked_cross_entropy(hidden, self.output_weight(), targets, reduction, cap=self.config.logit_cap)
 
     def tally(self, tokens: Tensor, targets: Tensor, *, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(summed loss in nats, number of targets held more likely than every other token), without gradients."""
         with torch.no_grad():
             hidden = self.hidden(tokens, documents=documents)
-            return chunked_tally(hidden, self.head.weight, targets, cap=self.config.logit_cap)
+            return chunked_tally(hidden, self.output_weight(), targets, cap=self.config.logit_cap)
 
     def new_cache(self, batch: int, length: int) -> Cache:
         """An empty key-value cache for `length` tokens per row."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
 from polarlm.locations import CONFIGS
 from polarlm.model import GPT, GPTConfig
@@ -26,8 +27,22 @@ def block(request: pytest.FixtureRequest) -> str:
 @functools.cache
 def mixer_of(block: str) -> Callable:
     """The mixer factory that Hydra makes of a block's yaml."""
+    return instantiate(block_section(block), _convert_="all")
+
+
+@functools.cache
+def frame_of(block: str) -> dict[str, str]:
+    """The residual frame that a block's yaml asks for, as an argument of GPTConfig."""
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return instantiate(compose(config_name=f"block/{block}").block, _convert_="all")
+        frame = compose(config_name=f"block/{block}").block.get("frame")
+    return {"frame": frame} if frame else {}
+
+
+def block_section(block: str) -> dict:
+    """A block's yaml as its mixer takes it: without the frame, which is the model's."""
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        section = OmegaConf.to_container(compose(config_name=f"block/{block}").block)
+    return {key: value for key, value in section.items() if key != "frame"}
 
 
 @pytest.fixture
@@ -37,11 +52,13 @@ def mixer(block: str) -> Callable:
 
 
 @pytest.fixture
-def build(mixer: Callable) -> Callable[..., GPT]:
+def build(mixer: Callable, block: str) -> Callable[..., GPT]:
     """Makes a small model of the block, stirred out of its initial symmetry unless fresh=True."""
 
     def make(fresh: bool = False, **changes) -> GPT:
-        size = {"vocab_size": VOCAB, "context": 32, "d_model": 32, "n_layer": 2, "n_head": 4} | changes
+        size = (
+            {"vocab_size": VOCAB, "context": 32, "d_model": 32, "n_layer": 2, "n_head": 4} | frame_of(block) | changes
+        )
         model = GPT(GPTConfig(**size), mixer)
         return model if fresh else stir(model)
 

@@ -1,5 +1,7 @@
 """The residual frame: what each half adds to the stream, and what dropout does to it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -23,7 +25,7 @@ class Constant(Mixer):
 
 
 def block(mixer: float, feed_forward: float, dropout: float) -> nn.Module:
-    return Block(Constant(mixer), Constant(feed_forward), 64, dropout, 1e-6)
+    return Block(Constant(mixer), Constant(feed_forward), replace(SHAPE, dropout=dropout))
 
 
 def test_both_halves_add_to_the_stream():

@@ -75,7 +75,7 @@ def _prefixed(run: RestoredRun) -> dict[str, Tensor]:
 
 def _own_config(run: RestoredRun) -> dict[str, Any]:
     c = run.model.config
-    block = {key: value for key, value in run.config["block"].items() if not key.startswith("_")}
+    block = {key: value for key, value in run.config["block"].items() if not key.startswith("_") and key != "frame"}
     if "backend" in block:
         block["backend"] = "reference"  # the fast kernels need a compiler; the plain formulas go everywhere
     eos = run.tokenizer.eos_id
@@ -86,7 +86,7 @@ def _own_config(run: RestoredRun) -> dict[str, Any]:
             "AutoConfig": f"{MODELING}.PolarlmConfig",
             "AutoModelForCausalLM": f"{MODELING}.PolarlmForCausalLM",
         },
-        "gpt": {"vocab_size": c.vocab_size, **run.config["model"], "checkpointing": False},
+        "gpt": {"vocab_size": c.vocab_size, **run.config["model"], "frame": c.frame, "checkpointing": False},
         "block": block,
         "tie_word_embeddings": c.tie_embeddings,
         "bos_token_id": eos,

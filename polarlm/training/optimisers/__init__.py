@@ -18,6 +18,19 @@ def build_optimiser(optim: dict[str, Any], model: nn.Module, *, fused: bool = Tr
     """The optimiser that `optim` names, over all trainable parameters of the model."""
     build, options = target_of(optim, "optim")
     try:
-        return build(model, fused=fused, **{k: v for k, v in options.items() if k not in STEP_SETTINGS})
+        optimiser = build(model, fused=fused, **{k: v for k, v in options.items() if k not in STEP_SETTINGS})
     except (TypeError, ValueError) as error:
         raise UserError(f"optim can't be built: {error}") from error
+    keep_constraints(model, optimiser)
+    return optimiser
+
+
+def keep_constraints(model: nn.Module, optimiser: torch.optim.Optimizer) -> None:
+    """After every step, let each module that has an `after_step` put its weights back where they belong."""
+    constrained = [module for module in model.modules() if hasattr(module, "after_step")]
+
+    def call(*_: Any) -> None:
+        for module in constrained:
+            module.after_step()
+
+    optimiser.register_step_post_hook(call)

@@ -1,0 +1,142 @@
+"""The residual frame: what a branch reads of the stream, and what becomes of the stream with what the branch says.
+
+Around each half of a block stands a connection: `read` makes the branch's input, `write` the new stream. A frame names
+its connection and what follows from it for the rest of the model. A block's yaml chooses one (`frame`); otherwise
+`model.frame` does. A new frame is a connection and a line in FRAMES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from polarlm.attention.mixer import MixerShape
+from polarlm.errors import UserError
+from polarlm.geometry import exp_map, tangential_part
+from polarlm.model.ngpt import UnitLength, Walk, scale_hidden_units, unit_matrices
+from polarlm.model.norm import RMSNorm
+
+
+class Raw(nn.Module):
+    """x + branch(x): for a mixer that reads the stream as it is."""
+
+    def __init__(self, shape: MixerShape) -> None:
+        super().__init__()
+
+    def read(self, x: Tensor) -> Tensor:
+        """The stream itself."""
+        return x
+
+    def write(self, x: Tensor, step: Tensor) -> Tensor:
+        """The stream and the step."""
+        return x + step
+
+
+class PreNorm(RMSNorm):
+    """x + branch(norm x): the stream keeps its magnitude from layer to layer."""
+
+    def __init__(self, shape: MixerShape) -> None:
+        super().__init__(shape.d_model, shape.norm_eps)
+
+    def read(self, x: Tensor) -> Tensor:
+        """The stream at unit RMS, times a gain."""
+        return self(x)
+
+    def write(self, x: Tensor, step: Tensor) -> Tensor:
+        """The stream and the step."""
+        return x + step
+
+
+class PostNorm(RMSNorm):
+    """norm(x + branch(x)): normalised after each addition, which discards the magnitude (Appendix E)."""
+
+    def __init__(self, shape: MixerShape) -> None:
+        super().__init__(shape.d_model, shape.norm_eps)
+
+    def read(self, x: Tensor) -> Tensor:
+        """The stream, which is normalised already."""
+        return x
+
+    def write(self, x: Tensor, step: Tensor) -> Tensor:
+        """The sum, normalised."""
+        return self(x + step)
+
+
+class ScaledNorm(PreNorm):
+    """LayerNorm scaling (Sun et al. 2025): what layer l = 1, 2, … reads is divided by sqrt(l)."""
+
+    def __init__(self, shape: MixerShape) -> None:
+        super().__init__(shape)
+        self.scale = (shape.layer + 1) ** -0.5
+
+    def read(self, x: Tensor) -> Tensor:
+        """Deeper layers read less, so that the stream's variance grows more slowly."""
+        return self(x) * self.scale
+
+
+class Geodesic(nn.Module):
+    """GeoNorm (Zheng et al. 2026): the step's tangential part is walked along the sphere, so |x| never changes.
+
+    x+ = x cos(theta) + (v/|v|) |x| sin(theta) with v = P_T(x) step and theta = |v|/|x| / sqrt(l) in layer l = 1, 2, …
+    """
+
+    def __init__(self, shape: MixerShape) -> None:
+        super().__init__()
+        self.decay = (shape.layer + 1) ** -0.5
+
+    def read(self, x: Tensor) -> Tensor:
+        """The stream, which is on its sphere already."""
+        return x
+
+    def write(self, x: Tensor, step: Tensor) -> Tensor:
+        """Exp_x of the tangential part of the step."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        point, step = x.to(wide), step.to(wide)
+        return exp_map(point, self.decay * tangential_part(point, step)).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A connection, and what it asks of the rest of the model."""
+
+    connection: Callable[[MixerShape], Any]  # around either half of a block
+    raw: Callable[[MixerShape], Any] | None = None  # around a mixer with pre_norm = False; None: the same
+    unit_stream: bool = False  # the stream has RMS 1 wherever a block reads it, behind the embedding too
+    final: Callable[[int, float], nn.Module] = RMSNorm  # between the last block and the output, of (width, eps)
+    output_scale: bool = False  # a learned factor for every word's logit
+    around_feed_forward: Callable[[nn.Module], None] | None = None  # changes it in place
+    after_step: Callable[[Any], None] | None = None  # puts the model's weights back where they belong
+
+    def around(self, shape: MixerShape, *, raw: bool = False) -> Any:
+        """The connection of one branch."""
+        if raw and self.connection is ScaledNorm:
+            raise UserError(
+                "model.frame=scaled scales what a norm hands to the block, and this block reads the raw stream; set "
+                "block.norm_position=both, or another frame."
+            )
+        return (self.raw or self.connection)(shape) if raw else self.connection(shape)
+
+    def embed(self, x: Tensor, eps: float) -> Tensor:
+        """The stream that enters the first block."""
+        return F.rms_norm(x, x.shape[-1:], eps=eps) if self.unit_stream else x
+
+
+FRAMES = {
+    "pre": Frame(PreNorm, raw=Raw),
+    "post": Frame(PostNorm, unit_stream=True),
+    "scaled": Frame(ScaledNorm),
+    "geodesic": Frame(Geodesic, unit_stream=True),
+    "ngpt": Frame(
+        Walk,
+        unit_stream=True,
+        final=UnitLength,
+        output_scale=True,
+        around_feed_forward=scale_hidden_units,
+        after_step=unit_matrices,
+    ),
+}
