@@ -41,7 +41,7 @@ def frame_of(block: str) -> dict[str, str]:
 def block_section(block: str) -> dict:
     """A block's yaml as its mixer takes it: without the frame, which is the model's."""
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        section = OmegaConf.to_container(compose(config_name=f"block/{block}").block)
+        section = OmegaConf.to_container(compose(config_name=f"block/{block}").block, resolve=True)
     return {key: value for key, value in section.items() if key != "frame"}
 
 

@@ -27,7 +27,7 @@ def build_optimiser(optim: dict[str, Any], model: nn.Module, *, fused: bool = Tr
 
 def keep_constraints(model: nn.Module, optimiser: torch.optim.Optimizer) -> None:
     """After every step, let each module that has an `after_step` put its weights back where they belong."""
-    constrained = [module for module in model.modules() if hasattr(module, "after_step")]
+    constrained: list[Any] = [module for module in model.modules() if hasattr(module, "after_step")]
 
     def call(*_: Any) -> None:
         for module in constrained:
