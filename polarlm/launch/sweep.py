@@ -14,6 +14,7 @@ from polarlm.errors import UserError, did_you_mean
 
 _jobs: list[tuple[str, str, str]] = []  # (status, overrides, result) of this process's sweep
 _varied: list[str] = []
+_planned: list[tuple[str, str]] = []  # (runs_dir, group) of this process's sweep
 
 
 class SweepReport(Callback):
@@ -57,6 +58,7 @@ def print_plan(plan: Any, config_name: str) -> None:
     done = [known.get(identity_of(job.config), (None, {}))[1].get("status") for job in good]
     rows = [{"overrides": job.overrides, "identity": identity_of(job.config)} for job in good]
     write_plan(first["runs_dir"], group, plan.varied, rows)
+    _planned[:] = [(first["runs_dir"], group)]
     counts = [
         f"{key.rpartition('.')[2]} ({len({o for j in plan.jobs for o in j.overrides if o.startswith(key + '=')})})"
         for key in plan.varied
@@ -82,8 +84,14 @@ def failed_jobs() -> UserError | None:
 
 
 def print_sweep_summary() -> None:
-    """Print one line per job, so that no failure scrolls away unseen; Hydra's own hook is not called after one."""
+    """Print one line per job, so that no failure scrolls away unseen; Hydra's own hook is not called after one.
+
+    Jobs that a cluster ran noted nothing here: they are told from their run folders.
+    """
     if not _jobs:
+        for runs_dir, group in _planned:
+            print("", file=sys.stderr)
+            print_states(runs_dir, group, sys.stderr)
         return
     failed = sum(status == "failed" for status, _, _ in _jobs)
     width = max(len(overrides) for _, overrides, _ in _jobs)
@@ -104,14 +112,19 @@ def add_parser(verbs: Any) -> None:
 
 def show_status(options: argparse.Namespace) -> int:
     """Print every planned job with its state; exit code 1 while something is missing."""
+    return 0 if set(print_states(options.runs, options.group, sys.stdout)) == {"finished"} else 1
+
+
+def print_states(runs_dir: str, group: str, out: Any) -> list[str]:
+    """One line per planned job from what its run folder says; returns the states."""
     from polarlm.runs.sweeps import key_of, known_runs, read_plan
 
-    plan = read_plan(options.runs, options.group)
+    plan = read_plan(runs_dir, group)
     if plan is None:
-        names = sorted(p.parent.name for p in Path(options.runs).glob(".sweeps/*/plan.json"))
-        near = did_you_mean(options.group, names)
-        raise UserError(f"No sweep '{options.group}' in {options.runs}. {near}Sweeps: {', '.join(names) or 'none'}")
-    known = known_runs(options.runs)
+        names = sorted(p.parent.name for p in Path(runs_dir).glob(".sweeps/*/plan.json"))
+        near = did_you_mean(group, names)
+        raise UserError(f"No sweep '{group}' in {runs_dir}. {near}Sweeps: {', '.join(names) or 'none'}")
+    known = known_runs(runs_dir)
     rows = []
     for job in plan["jobs"]:
         folder, summary = known.get(job["identity"], (None, {}))
@@ -120,7 +133,8 @@ def show_status(options: argparse.Namespace) -> int:
         result = f"val loss {loss:.4f}" if loss is not None else str(summary.get("error", ""))[:80]
         rows.append((summary.get("status", "waiting"), name, result, folder.name if folder else ""))
     width, states = max(len(name) for _, name, _, _ in rows), [row[0] for row in rows]
-    print(f"{plan['group']}: " + ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)))
+    told = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    print(f"{plan['group']}: {told}", file=out)
     for state, name, result, place in rows:
-        print(f"  {state:11}  {name:{width}}  {result:18}  {place}".rstrip())
-    return 0 if set(states) == {"finished"} else 1
+        print(f"  {state:11}  {name:{width}}  {result:18}  {place}".rstrip(), file=out)
+    return states

@@ -53,7 +53,7 @@ class Planner:
         """One run, composed and checked."""
         found = question.parts[part]
         tune = question.tuning_of(found)
-        overrides = settings_of(question, found, variant, tune if stage == "tune" else None) + list(self.extra)
+        overrides = settings_of(question, found, variant, tune if stage == "tune" else None, self.extra)
         own: dict[str, Any] = {tune.key: float(f"{value:g}")} if tune and value is not None else {}
         key = (*overrides, *own.items(), seed)
         if key not in self._made:
@@ -90,11 +90,13 @@ def set_in(config: dict[str, Any], key: str, value: Any) -> None:
     place[leaf] = value
 
 
-def settings_of(question: Question, part: Part, variant: str, tune: Tuning | None = None) -> list[str]:
+def settings_of(
+    question: Question, part: Part, variant: str, tune: Tuning | None = None, extra: Sequence[str] = ()
+) -> list[str]:
     """The overrides of a variant; a later one for the same key wins."""
     from polarlm.runs.sweeps import key_of
 
-    given = [*question.settings, *part.settings, *part.variants[variant], *(tune.settings if tune else ())]
+    given = [*question.settings, *part.settings, *part.variants[variant], *(tune.settings if tune else ()), *extra]
     return list({key_of(text): text for text in given}.values())
 
 

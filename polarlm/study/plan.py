@@ -14,7 +14,7 @@ from polarlm.settings import read_settings, setting
 from polarlm.verdict.trials import TUNING_SEED
 
 FOLDER = "study"
-QUICK = "quick"  # a question of its own: short, for newcomers, not part of `all`
+QUICK = "quick"  # the question of --quick
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class Question:
     metric: str = "val/bits_per_byte"
     margin: float | None = setting(0.005, above=0)
     tune: Tuning | None = None
+    in_all: bool = True  # false: only when it is asked for by name (it is short and for newcomers, or wants a GPU)
     name: str = ""
 
     def seeds_of(self, part: Part) -> tuple[int, ...]:
@@ -122,11 +123,15 @@ def read_question(name: str) -> Question:
 
 
 def read_questions(name: str) -> list[Question]:
-    """One question, or all of them in the order of their numbers."""
+    """One question, or all that belong to `all`, in the order of their numbers."""
     if name != "all":
         return [read_question(name)]
-    found = [read_question(file) for file in plan_files() if file != QUICK]
-    return sorted(found, key=lambda question: (question.number, question.name))
+    return [question for question in every_question() if question.in_all]
+
+
+def every_question() -> list[Question]:
+    """Every question there is, in the order of their numbers."""
+    return sorted(map(read_question, plan_files()), key=lambda question: (question.number, question.name))
 
 
 def _check(question: Question, where: str, part: Part) -> None:

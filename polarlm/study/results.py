@@ -11,7 +11,7 @@ from polarlm.runs.files import write_text
 from polarlm.runs.sweeps import key_of
 from polarlm.study.curves import curve_tables, probe_tables
 from polarlm.study.judge import JudgedPart, Line, check_known, judge_part
-from polarlm.study.plan import Question, read_questions
+from polarlm.study.plan import Question, every_question
 from polarlm.study.rows import PRIVATE
 from polarlm.study.summaries import Summary, read_summary
 from polarlm.verdict.sentences import signed
@@ -53,8 +53,10 @@ def write(summaries: Path, out: Path) -> list[Path]:
 def page(summaries: Path, draw: Callable[[str, JudgedPart], str | None]) -> str:
     """The whole text."""
     sections = [INTRODUCTION]
-    for question in read_questions("all"):
+    for question in every_question():
         summary = read_summary(summaries, question.name)
+        if not question.in_all and not summary.rows:
+            continue
         check_known(question, summary)
         sections.append(section(question, summary, commentary(summaries, question.name), draw))
     text = "\n".join(sections)
