@@ -9,6 +9,7 @@ from typing import Any
 from polarlm.data.config import DataConfig, read_config
 from polarlm.errors import UserError, did_you_mean
 from polarlm.launch.schema import OPEN_GROUPS, EvalSettings, TrainSettings, group_schemas
+from polarlm.locations import CONFIGS, own_configs
 from polarlm.model.config import GPTConfig
 from polarlm.settings import check_value, plain_settings
 
@@ -74,6 +75,14 @@ def check_open(group: str, given: Any, shipped: dict[str, Any]) -> dict[str, Any
     return checked
 
 
+def check_choice(key: str, name: str, group: str) -> None:
+    """A setting that names a choice of a group."""
+    folders = [folder / group for folder in (CONFIGS, own_configs()) if folder]
+    names = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
+    if name not in names:
+        raise UserError(f"{key}={name} does not exist. {did_you_mean(name, names)}Choices: {', '.join(names)}")
+
+
 def _like(key: str, value: Any, default: Any) -> Any:
     """A value of the same type as its default; a default of null or a list says nothing about it."""
     if isinstance(default, bool):
@@ -95,6 +104,7 @@ def check_relations(config: dict[str, Any]) -> None:
     from polarlm.training.schedules import build_schedule
 
     trainer = config["trainer"]
+    check_choice("match_block", config.get("match_block", "standard"), "block")
     GPTConfig(vocab_size=1, **config["model"])
     processes = trainer["devices"] * trainer["nodes"]
     plan = plan_batches(trainer["batch_tokens"], config["model"]["context"], processes, trainer["micro_batch_tokens"])

@@ -49,6 +49,7 @@ class OptimSettings:
     lr: float = setting(above=0, at_most=100)
     weight_decay: float = setting(at_least=0)
     estimator_lr_factor: float = setting(at_least=0)
+    lr_base_width: int | None = setting(at_least=1)
     grad_clip: float | None = setting(above=0)
     betas: list[float] = setting(count=2, at_least=0, below=1)
     momentum: float = setting(at_least=0, below=1)
@@ -119,6 +120,8 @@ class TrainSettings:
     cache_dir: str = setting(pattern=r"[^\x00]+", like="a folder")
     sample: SampleSettings = setting()
     recipe: RecipeSettings = setting(RecipeSettings)
+    match: str | None = setting(None, choices=("parameters", "flops", "seconds"))
+    match_block: str = setting("standard", pattern=r"[\w-]+", like="the name of a block")
 
 
 @dataclass(frozen=True)

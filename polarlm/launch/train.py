@@ -90,11 +90,12 @@ def named_sizes(choice: str) -> dict[str, Any]:
 
 def train_and_tell(config: dict[str, Any]) -> float:
     """Train in this process and print the final table (rank 0); returns the validation loss."""
+    from polarlm.launch.match import apply_match
     from polarlm.launch.table import final_table
     from polarlm.report.figure import write_summary_png
     from polarlm.training.loop import train_run
 
-    result = train_run(config, pictures=write_summary_png)
+    result = train_run(apply_match(config), pictures=write_summary_png)
     if result is None:
         return float("nan")
     print(final_table(result.summary, result.folder, result.summary["sample"]))

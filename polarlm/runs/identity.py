@@ -15,6 +15,7 @@ from polarlm.errors import UserError
 # recipe asks for stands in the groups that do it.)
 IRRELEVANT = (
     "name", "group", "resume", "runs_dir", "cache_dir", "logger", "sample", "diagnostics", "choices", "recipe",
+    "matched",
 )  # fmt: skip
 IRRELEVANT_TRAINER = (
     "accelerator", "devices", "nodes", "strategy", "log_every", "val_every",
@@ -26,6 +27,12 @@ def experiment_of(config: dict[str, Any]) -> dict[str, Any]:
     """The part of a configuration that decides the numbers."""
     kept = {key: value for key, value in config.items() if key not in IRRELEVANT}
     kept["trainer"] = {k: v for k, v in config["trainer"].items() if k not in IRRELEVANT_TRAINER}
+    if config.get("match") is None:  # as before there was such a setting
+        kept = {key: value for key, value in kept.items() if key not in ("match", "match_block")}
+    matched = config.get("matched")
+    if matched:  # what `match=` solved follows from the rest: the experiment is what was asked
+        group, _, name = matched["key"].partition(".")
+        kept[group] = {**kept[group], name: matched["from"]}
     return kept
 
 

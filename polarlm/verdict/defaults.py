@@ -4,7 +4,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
+from omegaconf import OmegaConf
 
 from polarlm.locations import CONFIGS
 
@@ -22,7 +22,7 @@ def _settings(group: str, choice: str) -> dict[str, Any]:
     path = CONFIGS / group / f"{choice}.yaml"
     if Path(choice).name != choice or not path.is_file():
         return {}  # a choice of the user's own, or of another version
-    own = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    own: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True) or {}  # what a recipe may change: without one
     merged: dict[str, Any] = {}
     for base in own.pop("defaults", []):
         if isinstance(base, str) and base != "_self_":

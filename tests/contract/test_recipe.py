@@ -95,13 +95,9 @@ def test_packed_documents_and_recomputed_blocks_change_nothing(block):
 def test_the_step_is_one_graph(block):
     torch._dynamo.reset()
     model, tokens = build(block, *EVERYTHING, "model.n_layer=2"), text()
-    compiled = torch.compile(model.loss, backend="aot_eager", fullgraph=True, dynamic=False)
-    gradients = []
-    for loss in (model.loss, compiled):
-        model.zero_grad()
-        loss(tokens, tokens).backward()
-        gradients.append([p.grad.clone() for p in model.parameters()])
-    torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-4)
+    # Capture alone: what is generated from a captured graph is tested for every class of blocks.
+    compiled = torch.compile(model.loss, backend="eager", fullgraph=True, dynamic=False)
+    torch.testing.assert_close(compiled(tokens, tokens), model.loss(tokens, tokens))
 
 
 @pytest.mark.parametrize("block", BLOCKS)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from polarlm.training.optimisers.groups import parameter_groups
+from polarlm.training.optimisers.groups import (
+    empty_groups,
+    parameter_groups,
+    parameter_roles,
+    sums_over_width,
+    width_ratio,
+)
+
+Role = tuple[nn.Parameter, str, nn.Module]
 
 
 def adamw(
@@ -20,10 +28,15 @@ def adamw(
     eps: float,
     weight_decay: float,
     estimator_lr_factor: float,
+    lr_base_width: int | None = None,
     fused: bool = True,
 ) -> torch.optim.AdamW:
     """AdamW with the three groups of `parameter_groups`, fused where it may be and the device supports it."""
-    options = adamw_groups(parameter_groups(model), lr, weight_decay, estimator_lr_factor)
+    if lr_base_width is None:
+        options = adamw_groups(parameter_groups(model), lr, weight_decay, estimator_lr_factor)
+    else:
+        ratio = width_ratio(model, lr_base_width)
+        options = groups_by_width(model, parameter_roles(model), ratio, lr, weight_decay, estimator_lr_factor)
     devices = {p.device.type for group in options for p in group["params"]}
     fused = fused and "fused" in inspect.signature(torch.optim.AdamW).parameters and devices <= {"cpu", "cuda"}
     return torch.optim.AdamW(options, lr=lr, betas=(betas[0], betas[1]), eps=eps, fused=fused)
@@ -39,3 +52,21 @@ def adamw_groups(
         {"name": "estimator", "params": groups["estimator"], "weight_decay": 0.0, "lr": lr * estimator_lr_factor},
     ]
     return [group for group in options if group["params"]]
+
+
+def groups_by_width(
+    model: nn.Module, roles: Iterable[Role], ratio: float, lr: float, weight_decay: float, estimator_lr_factor: float
+) -> list[dict[str, Any]]:
+    """The same groups, with matrices that sum over the width apart: learning rate over the ratio, decay times it.
+
+    An element of AdamW's step is about lr, and the elements of a row add up over the width: lr / ratio changes what
+    leaves the matrix as much as lr did at the base width. lr x weight_decay, the share that decays per step, stays.
+    """
+    plain, wide = empty_groups(), empty_groups()
+    for parameter, group, module in roles:
+        (wide if sums_over_width(model, parameter, module) else plain)[group].append(parameter)
+    scaled = adamw_groups(wide, lr / ratio, weight_decay * ratio, estimator_lr_factor)
+    return [
+        *adamw_groups(plain, lr, weight_decay, estimator_lr_factor),
+        *({**group, "name": f"{group['name']}_by_width", "lr": lr / ratio} for group in scaled),
+    ]

@@ -29,7 +29,31 @@ def parameter_roles(model: nn.Module) -> Iterator[tuple[nn.Parameter, str, nn.Mo
 
 def parameter_groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     """The parameters of each group, in the order of the modules."""
-    groups: dict[str, list[nn.Parameter]] = {name: [] for name in GROUPS}
+    groups = empty_groups()
     for parameter, group, _ in parameter_roles(model):
         groups[group].append(parameter)
     return groups
+
+
+def empty_groups() -> dict[str, list[nn.Parameter]]:
+    """Every group without members."""
+    return {name: [] for name in GROUPS}
+
+
+def sums_over_width(model: nn.Module, parameter: nn.Parameter, module: nn.Module) -> bool:
+    """Whether a parameter is a matrix whose rows add up over the width: hidden maps, gates, the output.
+
+    A lone embedding only picks rows; a tied one is the output too, and that decides.
+    """
+    if parameter.ndim < 2 or getattr(module, "optim_group", None) == "estimator":
+        return False
+    head = getattr(model, "head", None)
+    return not isinstance(module, nn.Embedding) or (head is not None and head.weight is parameter)
+
+
+def width_ratio(model: nn.Module, lr_base_width: int | None) -> float:
+    """How much wider the model is than the one its learning rate was found for; 1 when that is not said."""
+    if lr_base_width is None:
+        return 1.0
+    width: int = model.config.d_model  # type: ignore[union-attr, assignment]
+    return width / lr_base_width

@@ -1,7 +1,8 @@
 """Muon for the hidden matrices, AdamW for everything else (embedding, output, gains, the estimator's scalars).
 
 Muon's update is an orthogonal matrix; scaled by 0.2 √max(rows, columns) its root mean square equals that of a typical
-AdamW update (Liu et al. 2025, "Muon is scalable"), so one `lr` and one `weight_decay` serve both.
+AdamW update (Liu et al. 2025, "Muon is scalable"), so one `lr` and one `weight_decay` serve both. All its singular
+values are equal, so what leaves a matrix changes by 0.2 lr √width: over widths lr goes with 1/√width.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from polarlm.training.optimisers.adamw import adamw_groups
-from polarlm.training.optimisers.groups import GROUPS, parameter_roles
+from polarlm.training.optimisers.adamw import Role, adamw_groups, groups_by_width
+from polarlm.training.optimisers.groups import empty_groups, parameter_roles, width_ratio
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -75,26 +76,37 @@ def muon(
     weight_decay: float,
     momentum: float,
     estimator_lr_factor: float,
+    lr_base_width: int | None = None,
     fused: bool = True,
 ) -> MuonAndAdamW:
     """Muon and AdamW over the model's parameters, by the role of their modules."""
     blocks = [module for name, module in model.named_modules() if name.startswith("blocks.")]
     inside = {id(module) for block in blocks for module in block.modules()}
     hidden: dict[str, list[nn.Parameter]] = {"decay": [], "no_decay": []}
-    rest: dict[str, list[nn.Parameter]] = {name: [] for name in GROUPS}
+    rest: list[Role] = []
     for parameter, group, module in parameter_roles(model):
-        (hidden if is_hidden(parameter, group, module, inside) else rest)[group].append(parameter)
+        if is_hidden(parameter, group, module, inside):
+            hidden[group].append(parameter)
+        else:
+            rest.append((parameter, group, module))
+    ratio = width_ratio(model, lr_base_width)
     muon_groups: list[dict[str, Any]] = [
-        {"name": "hidden", "params": hidden["decay"], "weight_decay": weight_decay},
+        {"name": "hidden", "params": hidden["decay"], "weight_decay": weight_decay * ratio**0.5},
         {"name": "hidden_no_decay", "params": hidden["no_decay"], "weight_decay": 0.0},
     ]
     orthogonal = torch.optim.Muon(
         [group for group in muon_groups if group["params"]],
-        lr=lr,
+        lr=lr / ratio**0.5,
         momentum=momentum,
         weight_decay=weight_decay,
         adjust_lr_fn="match_rms_adamw",
     )
-    others = adamw_groups(rest, lr, weight_decay, estimator_lr_factor)
+    if lr_base_width is None:
+        members = empty_groups()
+        for parameter, group, _ in rest:
+            members[group].append(parameter)
+        others = adamw_groups(members, lr, weight_decay, estimator_lr_factor)
+    else:
+        others = groups_by_width(model, rest, ratio, lr, weight_decay, estimator_lr_factor)
     adam = torch.optim.AdamW(others, lr=lr, betas=(betas[0], betas[1]), eps=eps, fused=fused)
     return MuonAndAdamW(orthogonal, adam)

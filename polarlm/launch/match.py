@@ -1,0 +1,138 @@
+"""`match=parameters|flops|seconds`: the block's budget made equal to the reference block's before it is trained.
+
+Parameters and FLOPs are matched by the feed-forward width, seconds by the number of steps. The configuration of the run
+holds what was solved (`model.ffn_width`, `trainer.max_steps`), and under `matched` what it was before and how far off
+it is; the identity of a run is that of its question, so a killed run or a sweep goes on as any other.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from polarlm.errors import UserError
+from polarlm.runs.files import read_json
+from polarlm.runs.identity import experiment_of
+from polarlm.verdict.budget import MATCHED_TO, Match, match_steps, match_width
+
+WIDTHS = (64, 32, 16, 8, 4, 2, 1)  # the coarsest step that comes near enough: matrix units like round numbers
+
+
+def apply_match(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with its budget matched, and a line that says what was changed."""
+    what, reference = config.get("match"), config.get("match_block")
+    if what is None:
+        return config
+    if what != "seconds" and config["model"].get("ffn_width") is not None:
+        raise UserError(f"match={what} solves model.ffn_width, which was given too; leave one of them out.")
+    if what == "seconds" and config["trainer"]["max_tokens"] is not None:
+        raise UserError("match=seconds solves trainer.max_steps; give the reference's length as trainer.max_steps.")
+    if config["choices"]["block"] == reference:
+        print(f"match={what}: {reference} is the reference, nothing to change", file=sys.stderr)
+        return config
+    other = {**config, "block": reference_block(config)}
+    key, solved = _solve_steps(config, other) if what == "seconds" else _solve_width(what, config, other)
+    group, _, name = key.partition(".")
+    before = config[group][name]
+    matched = {"key": key, "from": before, "to": solved.value, "cost": solved.cost, "gap": solved.gap}
+    print(
+        f"match={what}: {key} {before} → {solved.value}, {solved.cost:,.4g} {what}, "
+        f"{100 * solved.gap:+.2f} % of {reference}'s",
+        file=sys.stderr,
+    )
+    return {**config, group: {**config[group], name: solved.value}, "matched": matched}
+
+
+def reference_block(config: dict[str, Any]) -> dict[str, Any]:
+    """The reference block's settings as shipped, under this run's recipe."""
+    from polarlm.launch.overrides import compose, config_loader
+
+    shipped = copy.deepcopy(compose(config_loader(), "train", [f"block={config['match_block']}"]))
+    OmegaConf.set_struct(shipped, False)
+    shipped.recipe = config.get("recipe", {})
+    return OmegaConf.to_container(shipped.block, resolve=True)  # type: ignore[return-value]
+
+
+def _solve_width(what: str, config: dict[str, Any], reference: dict[str, Any]) -> tuple[str, Match]:
+    vocabulary = _vocabulary(config)
+    target = _cost(what, reference, vocabulary)
+    model = config["model"]
+    first, second = (_cost(what, {**config, "model": {**model, "ffn_width": w}}, vocabulary) for w in (1, 2))
+
+    def cost(width: int) -> float:
+        return first + (width - 1) * (second - first)  # every matrix of a feed-forward has one side of this length
+
+    kept = _hidden(model)
+    if abs(cost(kept) / target - 1) <= MATCHED_TO:
+        return "model.ffn_width", Match(kept, cost(kept), cost(kept) / target - 1)
+    for multiple in WIDTHS[:-1]:
+        try:
+            return "model.ffn_width", match_width(cost, target, what=what, multiple=multiple)
+        except UserError:
+            continue
+    return "model.ffn_width", match_width(cost, target, what=what)
+
+
+def _hidden(model: dict[str, Any]) -> int:
+    from polarlm.model.feed_forward import hidden_size
+
+    return hidden_size(model["ffn"], model["d_model"], model["ffn_mult"])
+
+
+def _vocabulary(config: dict[str, Any]) -> int:
+    from polarlm.data import build_corpus
+
+    return build_corpus(config["data"], config["tokenizer"], config["cache_dir"]).tokenizer.vocab_size
+
+
+def _cost(what: str, config: dict[str, Any], vocabulary: int) -> float:
+    from polarlm.model.build import build_model
+
+    model = build_model(config, vocabulary)
+    return model.parameter_count() if what == "parameters" else model.flops_per_token()
+
+
+def _solve_steps(config: dict[str, Any], reference: dict[str, Any]) -> tuple[str, Match]:
+    """As many steps as take the reference's seconds; measured once per question, so that all seeds get the same."""
+    steps = config["trainer"]["max_steps"]
+    measured = _once(_note(config), lambda: _measure(config, reference))
+    return "trainer.max_steps", match_steps(measured["own"], steps * measured["reference"])
+
+
+def _measure(config: dict[str, Any], reference: dict[str, Any]) -> dict[str, float]:
+    from polarlm.training.step_time import seconds_per_step
+
+    own, other = seconds_per_step([config, reference], _vocabulary(config))
+    return {"own": own, "reference": other}
+
+
+def _note(config: dict[str, Any]) -> Path:
+    """Where the measurement of this question is kept: the same for every seed and every length."""
+    question = {k: v for k, v in experiment_of(config).items() if k not in ("seed", "init_from", "schedule", "optim")}
+    question["trainer"] = {k: v for k, v in question["trainer"].items() if k != "max_steps"}
+    digest = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:16]
+    return Path(config["runs_dir"]) / ".match" / f"{config['choices']['block']}-{digest}.json"
+
+
+def _once(path: Path, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """What the file holds; measured and written when there is none. Of several processes the first one's counts."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f"{path.name}.{os.getpid()}")
+        beside.write_text(json.dumps(measure()), encoding="utf-8")
+        try:
+            os.link(beside, path)
+        except FileExistsError:
+            pass
+        finally:
+            beside.unlink()
+    found: dict[str, float] = read_json(path)
+    return found
