@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from polarlm.errors import UserError
 from polarlm.runs.files import read_json
-from polarlm.runs.identity import experiment_of
+from polarlm.runs.identity import SOLVED, experiment_of
 from polarlm.verdict.budget import MATCHED_TO, Match, match_steps, match_width
 
 WIDTHS = (64, 32, 16, 8, 4, 2, 1)  # the coarsest step that comes near enough: matrix units like round numbers
@@ -39,7 +39,8 @@ def apply_match(config: dict[str, Any]) -> dict[str, Any]:
         print(f"match={what}: {reference} is the reference, nothing to change", file=sys.stderr)
         return config
     other = {**config, "block": reference_block(config)}
-    key, solved = _solve_steps(config, other) if what == "seconds" else _solve_width(what, config, other)
+    solved = _solve_steps(config, other) if what == "seconds" else _solve_width(what, config, other)
+    key = SOLVED[what]
     group, _, name = key.partition(".")
     before = config[group][name]
     matched = {"key": key, "from": before, "to": solved.value, "cost": solved.cost, "gap": solved.gap}
@@ -61,7 +62,7 @@ def reference_block(config: dict[str, Any]) -> dict[str, Any]:
     return OmegaConf.to_container(shipped.block, resolve=True)  # type: ignore[return-value]
 
 
-def _solve_width(what: str, config: dict[str, Any], reference: dict[str, Any]) -> tuple[str, Match]:
+def _solve_width(what: str, config: dict[str, Any], reference: dict[str, Any]) -> Match:
     vocabulary = _vocabulary(config)
     target = _cost(what, reference, vocabulary)
     model = config["model"]
@@ -72,13 +73,13 @@ def _solve_width(what: str, config: dict[str, Any], reference: dict[str, Any]) -
 
     kept = _hidden(model)
     if abs(cost(kept) / target - 1) <= MATCHED_TO:
-        return "model.ffn_width", Match(kept, cost(kept), cost(kept) / target - 1)
+        return Match(kept, cost(kept), cost(kept) / target - 1)
     for multiple in WIDTHS[:-1]:
         try:
-            return "model.ffn_width", match_width(cost, target, what=what, multiple=multiple)
+            return match_width(cost, target, what=what, multiple=multiple)
         except UserError:
             continue
-    return "model.ffn_width", match_width(cost, target, what=what)
+    return match_width(cost, target, what=what)
 
 
 def _hidden(model: dict[str, Any]) -> int:
@@ -100,11 +101,11 @@ def _cost(what: str, config: dict[str, Any], vocabulary: int) -> float:
     return model.parameter_count() if what == "parameters" else model.flops_per_token()
 
 
-def _solve_steps(config: dict[str, Any], reference: dict[str, Any]) -> tuple[str, Match]:
+def _solve_steps(config: dict[str, Any], reference: dict[str, Any]) -> Match:
     """As many steps as take the reference's seconds; measured once per question, so that all seeds get the same."""
     steps = config["trainer"]["max_steps"]
     measured = _once(_note(config), lambda: _measure(config, reference))
-    return "trainer.max_steps", match_steps(measured["own"], steps * measured["reference"])
+    return match_steps(measured["own"], steps * measured["reference"])
 
 
 def _measure(config: dict[str, Any], reference: dict[str, Any]) -> dict[str, float]:

@@ -17,6 +17,8 @@ IRRELEVANT = (
     "name", "group", "resume", "runs_dir", "cache_dir", "logger", "sample", "diagnostics", "choices", "recipe",
     "matched",
 )  # fmt: skip
+# What `match=` solves.
+SOLVED = {"parameters": "model.ffn_width", "flops": "model.ffn_width", "seconds": "trainer.max_steps"}
 IRRELEVANT_TRAINER = (
     "accelerator", "devices", "nodes", "strategy", "log_every", "val_every",
     "checkpoint_every", "keep_checkpoints", "on_nonfinite", "max_incidents", "spike_z",

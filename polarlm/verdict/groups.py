@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polarlm.runs.identity import IRRELEVANT, IRRELEVANT_TRAINER
+from polarlm.runs.identity import IRRELEVANT, IRRELEVANT_TRAINER, SOLVED
 from polarlm.runs.reading import Run
 from polarlm.verdict.defaults import shipped_default
 
@@ -34,8 +34,14 @@ class Group:
         return tuple(run.seed for run in self.runs)
 
     def surroundings(self) -> tuple[tuple[str, str], ...]:
-        """What varies outside the block: a block is compared with its baseline in equal surroundings."""
-        return tuple((k, repr(v)) for k, v in sorted(self.varied.items()) if k.partition(".")[0] != "block")
+        """What varies outside the block: a block is compared with its baseline in equal surroundings.
+
+        What `match=` solved makes surroundings equal and not different.
+        """
+        solved = {SOLVED.get(str(run.config.get("match"))) for run in self.runs}
+        return tuple(
+            (k, repr(v)) for k, v in sorted(self.varied.items()) if k.partition(".")[0] != "block" and k not in solved
+        )
 
 
 def config_differences(runs: Sequence[Run]) -> dict[str, list[Any]]:

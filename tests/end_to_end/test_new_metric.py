@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.conftest import ROOT, TINY
+from tests.training.loggers.offline_wandb import read_offline_run
 
 EXAMPLE = re.search(r"### A metric\n.*?```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
 DRIVER = """
@@ -25,7 +26,7 @@ sys.exit({{"train": entry.train, "eval": entry.evaluate, "cli": cli.main}}[name]
 
 
 @pytest.mark.slow
-def test_a_row_of_the_table_reaches_validation_eval_table_report_and_csv(tmp_path: Path):
+def test_a_row_of_the_table_reaches_validation_eval_table_wandb_report_and_csv(tmp_path: Path):
     assert EXAMPLE is not None
     (tmp_path / "driver.py").write_text(DRIVER.format(row=EXAMPLE[1].strip()))
     (tmp_path / "text.txt").write_text("".join(f"{n * n % 97} lamps were lit.\n\n" for n in range(900)))
@@ -33,12 +34,14 @@ def test_a_row_of_the_table_reaches_validation_eval_table_report_and_csv(tmp_pat
     def run(*arguments: str) -> str:
         done = subprocess.run(
             [sys.executable, "driver.py", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=400,
-            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)},
+            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
+            | {"WANDB_MODE": "offline"},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout + done.stderr
 
-    told = run("train", "data=text", "data.path=text.txt", *TINY, "trainer.max_steps=6", "name=a", "cache_dir=cache")
+    small = [*TINY, "trainer.max_steps=6", "logger=wandb", "cache_dir=cache"]
+    told = run("train", "data=text", "data.path=text.txt", *small, "name=a")
     assert "bits/char" in told
     folder = tmp_path / "runs" / "a"
     summary = json.loads((folder / "summary.json").read_text())
@@ -47,6 +50,8 @@ def test_a_row_of_the_table_reaches_validation_eval_table_report_and_csv(tmp_pat
     assert summary["baselines"]["bigram"]["bits_per_character"] > 0
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["val/bits_per_character"] == value
+    (recorded,) = (folder / "wandb").glob("offline-run-*")
+    assert read_offline_run(recorded).summary["final/val/bits_per_character"] == value
     assert f"bits per character {value:.4f}" in run("eval", "checkpoint=runs/a", "cache_dir=cache")
     (record,) = [json.loads(p.read_text()) for p in (folder / "evaluations").glob("windows-*.json")]
     assert record["metrics"]["bits_per_character"] == value

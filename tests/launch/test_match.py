@@ -33,9 +33,11 @@ def cost(what: str, settings: dict) -> float:
     return model.parameter_count() if what == "parameters" else model.flops_per_token()
 
 
-@pytest.mark.parametrize("recipe", ["default", "modern"])
 @pytest.mark.parametrize("what", ["parameters", "flops"])
-@pytest.mark.parametrize("block", ["polar", "rfa", "polar_literal", "polar block.lift=2"])
+@pytest.mark.parametrize(
+    ("block", "recipe"),
+    [("polar", "default"), ("rfa", "modern"), ("polar_literal", "default"), ("polar block.lift=2", "modern")],
+)
 def test_the_budget_is_the_references_to_half_a_percent(block, what, recipe, capsys):
     asked = config(*f"block={block} match={what} recipe={recipe}".split())
     reference = cost(what, config("block=standard", f"recipe={recipe}"))

@@ -1,6 +1,11 @@
-"""An exported run is the same model in transformers, in a process that has never heard of polarlm."""
+"""An exported run is the same model in transformers, in a process that has never heard of polarlm.
+
+With POLARLM_OTHER_PYTHON=/path/to/another/venv/bin/python (torch and transformers, no polarlm) that Python does the
+loading, and every block in configs/block is exported to it.
+"""
 
 import json
+import os
 import subprocess
 import sys
 from functools import partial
@@ -20,15 +25,19 @@ from polarlm.runs.export.bundle import rewrite
 from polarlm.runs.export.folder import export_run, import_run
 from polarlm.runs.export.llama import is_llama
 from polarlm.runs.restore import restore_run
+from tests.contract.conftest import BLOCKS as ALL_BLOCKS
+from tests.contract.conftest import CLASSES
 from tests.runs.made_up_run import made_up_run
 
 pytest.importorskip("transformers")
-BLOCKS = {"standard": False, "standard_qknorm": True, "xsa": True, "rfa": True, "polar": True, "polar_literal": True}
+OTHER_PYTHON = os.environ.get("POLARLM_OTHER_PYTHON")
+ADDITIONS = "polar with every addition"  # not a yaml: the pieces of recipes
+NAMES = ALL_BLOCKS if OTHER_PYTHON else ["standard_qknorm", *CLASSES]
+BLOCKS = {name: name != "standard" for name in (*NAMES, ADDITIONS)}  # all but Llama bring code of their own
 TOKENS = 19
 # Run by a Python that cannot import polarlm, in a folder of its own.
 STRANGER = """
 import json, sys
-sys.path = [p for p in sys.path if p not in ("", {root!r})]
 class NoPolarlm:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] == "polarlm":
@@ -63,16 +72,24 @@ def exported(tmp_path_factory):
     root = tmp_path_factory.mktemp("exports")
     tokens = np.random.default_rng(0).integers(256, size=(3, TOKENS))
     np.save(root / "tokens.npy", tokens)
-    runs = {block: made_up_run(root / "runs" / block, block) for block in BLOCKS}
+    runs = {block: made_up_run(root / "runs" / block, block) for block in NAMES}
+    switches = {"head_gate": True, "value_residual": True, "norm_gain": "channel"}
+    sizes = {"ffn": "relu2", "ffn_width": 72, "zero_init": True, "logit_cap": 6.0, "tie_embeddings": False}
+    runs[ADDITIONS] = made_up_run(root / "runs" / ADDITIONS, "polar", switches, **sizes)
     for block, remote in BLOCKS.items():
         assert export_run(runs[block], root / "out" / block) is remote
     code = STRANGER.format(
-        root=str(next(p for p in map(str, sys.path) if p)), tokens=str(root / "tokens.npy"), folder=str(root / "out"),
+        tokens=str(root / "tokens.npy"), folder=str(root / "out"),
         blocks=json.dumps(BLOCKS),
     )  # fmt: skip
     environment = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HF_HOME": str(root / "hf"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, env=environment, timeout=500
+        [OTHER_PYTHON or sys.executable, "-I", "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=root,
+        env=environment,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     answers = json.loads(done.stdout.rpartition("ANSWERS")[2])

@@ -2,13 +2,14 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from polarlm.model.build import build_model
 from polarlm.training.optimisers import build_optimiser
 
-WIDTHS = (64, 128, 256, 512)
+WIDTHS = {"adamw": (64, 192, 512), "muon": (32, 64, 128)}  # Muon forms products in bf16, which are slow on a CPU
 ADAMW = dict(lr=3e-3, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.1, estimator_lr_factor=0.5)
 MODEL = dict(context=16, n_layer=2)
 VOCABULARY = 97
@@ -17,7 +18,7 @@ VOCABULARY = 97
 def model_of(block: str, width: int, **options):
     torch.manual_seed(0)
     target = {"_target_": f"polarlm.attention.{block}", "_partial_": True}
-    sizes = {**MODEL, "d_model": width, "n_head": width // 32, **options}
+    sizes = {**MODEL, "d_model": width, "n_head": width // 16, **options}
     return build_model({"model": sizes, "block": target}, VOCABULARY)
 
 
@@ -28,29 +29,73 @@ def optimiser_of(name: str, model, base: int | None):
 
 
 def changes(name: str, block: str, width: int, base: int | None, tied: bool) -> dict[str, float]:
-    """RMS by which three steps change the logits and the last state of the stream."""
+    """RMS by which three steps change the last state of the stream, and what the output's own change adds to logits."""
     model = model_of(block, width, tie_embeddings=tied)
     optimiser = optimiser_of(name, model, base)
     text = torch.randint(VOCABULARY, (4, 17), generator=torch.Generator().manual_seed(1))
-    seen = []
-    for step in range(4):
+
+    def look() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         record: list = []
         with torch.no_grad():
-            logits = model(text[:, :-1], record=record)
-        seen.append({"logits": logits, "stream": record[-1]["residual_out"]})
+            states = model.hidden(text[:, :-1], record=record)
+        return record[-1]["residual_out"], states, model.head.weight.detach().clone()
+
+    stream, states, output = look()
+    for _ in range(3):
         optimiser.zero_grad()
         model.loss(text[:, :-1], text[:, 1:]).backward()
         optimiser.step()
-    return {key: (seen[-1][key] - seen[0][key]).square().mean().sqrt().item() for key in seen[0]}
+    after, _, changed = look()
+    return {"stream": rms(after - stream), "output": rms(states @ (changed - output).T)}
+
+
+def rms(x: torch.Tensor) -> float:
+    return x.square().mean().sqrt().item()
 
 
 def growth(name: str, block: str, base: int | None, tied: bool) -> dict[str, float]:
     """The power of the width with which the changes grow."""
-    rows = [changes(name, block, width, base, tied) for width in WIDTHS]
-    logs = [math.log2(width) for width in WIDTHS]
-    middle = sum(logs) / len(logs)
-    return {
-        key: sum((x - middle) * math.log2(row[key]) for x, row in zip(logs, rows))
-        / sum((x - middle) ** 2 for x in logs)
-        for key in rows[0]
-    }
+    rows = [changes(name, block, width, base, tied) for width in WIDTHS[name]]
+    logs = [math.log2(width) for width in WIDTHS[name]]
+    return {key: np.polyfit(logs, [math.log2(row[key]) for row in rows], 1)[0] for key in rows[0]}
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "tied"),
+    [
+        ("adamw", "StandardAttention", True),
+        ("adamw", "PolarAttention", False),
+        ("muon", "StandardAttention", False),
+        ("muon", "PolarAttention", True),
+    ],
+)
+def test_a_step_changes_as_much_at_any_width(name, block, tied):
+    powers = growth(name, block, 64, tied)
+    assert abs(powers["stream"]) < 0.2
+    assert abs(powers["output"]) < 0.2
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_one_rate_for_all_widths_would_not(name):
+    powers = growth(name, "StandardAttention", None, tied=False)
+    assert powers["stream"] > 0.3 and powers["output"] > 0.7
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_at_the_base_width_nothing_is_scaled_and_elsewhere_the_decay_per_step_stays(name, tied):
+    model = model_of("PolarAttention", 128, tie_embeddings=tied)
+    names = {id(p): key for key, p in model.named_parameters()}
+
+    def options(base: int | None) -> dict[str, tuple[float, float]]:
+        groups = optimiser_of(name, model, base).param_groups
+        return {names[id(p)]: (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]}
+
+    plain, same, wide = options(None), options(128), options(32)
+    assert same == plain and wide.keys() == plain.keys()
+    for key, (lr, decay) in wide.items():
+        hidden = key.endswith("weight") and model.get_parameter(key).ndim == 2 and "embedding" not in key
+        output = "head" in key or (tied and key == "embedding.weight")
+        factor = 4.0 if output or (hidden and name == "adamw") else 2.0 if hidden else 1.0
+        assert lr == pytest.approx(plain[key][0] / factor), key
+        assert lr * decay == pytest.approx(plain[key][0] * plain[key][1]), key

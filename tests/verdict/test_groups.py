@@ -1,6 +1,7 @@
 """Runs belong together when only their seed differs; everything else is named."""
 
 from polarlm.runs.reading import read_run
+from polarlm.verdict.arrangement import choose_baselines
 from polarlm.verdict.groups import config_differences, group_runs
 from tests.synthetic_runs import write_run, write_sweep
 
@@ -55,3 +56,23 @@ def test_differences_leave_out_what_only_names_a_run(tmp_path):
         read_run(write_run(tmp_path / "b", seed=2, name="second", diagnostics=False, changes={"optim.lr": 0.01})),
     ]
     assert config_differences(runs) == {"optim.lr": [0.003, 0.01]}
+
+
+def test_what_match_solved_does_not_part_a_block_from_its_baseline(tmp_path):
+    widths = {"standard": None, "polar": 320}
+    groups = group_runs(
+        [
+            read_run(
+                write_run(
+                    tmp_path / f"{block}{lr}",
+                    block,
+                    diagnostics=False,
+                    changes={"optim.lr": lr, "model.ffn_width": width, "match": "parameters"},
+                )
+            )
+            for block, width in widths.items()
+            for lr in (1e-3, 3e-3)
+        ]
+    )
+    baselines = choose_baselines(groups, None)
+    assert [b.label for b in baselines if b] == [g.label for g in groups[:2]] * 2
