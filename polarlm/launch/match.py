@@ -38,7 +38,7 @@ def apply_match(config: dict[str, Any]) -> dict[str, Any]:
     if config["choices"]["block"] == reference:
         print(f"match={what}: {reference} is the reference, nothing to change", file=sys.stderr)
         return config
-    other = {**config, "block": reference_block(config)}
+    other = {**config, "block": reference_block(config), "choices": {**config["choices"], "block": reference}}
     solved = _solve_steps(config, other) if what == "seconds" else _solve_width(what, config, other)
     key = SOLVED[what]
     group, _, name = key.partition(".")
