@@ -75,7 +75,7 @@ class Parser(argparse.ArgumentParser):
 def parser() -> Parser:
     """All verbs; each package adds its own."""
     from polarlm.data import commands as data
-    from polarlm.launch import doctor, sweep, trial, tune
+    from polarlm.launch import doctor, inspect, sweep, trial, tune
     from polarlm.report import commands as report
     from polarlm.runs import commands as runs
     from polarlm.study import commands as study
@@ -86,7 +86,7 @@ def parser() -> Parser:
     verbs = top.add_subparsers(title="verbs", metavar="verb", required=True)
     verbs.add_parser("train", help="train a run or a sweep, as python train.py does (polarlm train --help)")
     verbs.add_parser("eval", help="judge a run from its folder, as python eval.py does (polarlm eval --help)")
-    for package in (sweep, tune, study, runs, report, trial, data, doctor, wandb_workspace):
+    for package in (sweep, tune, study, runs, inspect, report, trial, data, doctor, wandb_workspace):
         package.add_parser(verbs)
     return top
 

@@ -1,4 +1,4 @@
-"""Verbs that use a trained run: `python -m polarlm generate | inspect | export | import | harness`."""
+"""Verbs that use a trained run: `python -m polarlm generate | export | import | harness`; inspect is in launch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,6 @@ def add_parser(verbs: Any) -> None:
     """Add the verbs."""
     _add_generate(verbs)
     _add_harness(verbs)
-    p = verbs.add_parser(
-        "inspect",
-        help="what a run's model is made of, costs and has learned",
-        description="Parameters per part, FLOPs per token, memory of a step, learned scalars, changed settings.",
-    )
-    p.add_argument("folder", metavar="run", help=RUN)
-    p.set_defaults(run=inspect)
     p = verbs.add_parser(
         "export",
         help="a run as a folder for other programs (transformers)",

@@ -32,6 +32,7 @@ def fit_once(job: Job, folder: Path, loggers: Sequence[Any], extra: Sequence[Any
     from polarlm.training.loggers.throughput import HardwarePeak, StepTimes
     from polarlm.training.module import LanguageModel
     from polarlm.training.probing import Probing
+    from polarlm.training.ranks import cluster_plugins
     from polarlm.training.signals import GracefulStop
     from polarlm.training.steps import Steps
 
@@ -94,7 +95,7 @@ def fit_once(job: Job, folder: Path, loggers: Sequence[Any], extra: Sequence[Any
             limit_val_batches=0,  # validation is a callback: see training/callbacks.py
             logger=[rows, *loggers],
             callbacks=[StepSeed(config["seed"]), *parts, Steps(parts), *extra],
-            plugins=[SafeCheckpointIO()],
+            plugins=[SafeCheckpointIO(), *cluster_plugins()],
             default_root_dir=folder,
             enable_checkpointing=False,  # ours is a callback: see training/checkpointing.py
             enable_model_summary=False,

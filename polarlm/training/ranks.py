@@ -59,6 +59,16 @@ def forget_folder() -> None:
         _slurm_file().unlink(missing_ok=True)
 
 
+def cluster_plugins() -> list[Any]:
+    """SLURM without Lightning's requeueing, which would save a checkpoint of its own kind and prefer it to ours.
+
+    The signal that announces the end of a job ends training with a checkpoint (training/signals.py) instead.
+    """
+    from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+    return [SLURMEnvironment(auto_requeue=False)] if _slurm() and not _torchrun() else []
+
+
 def _torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and "MASTER_PORT" in os.environ
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM stop a run between two steps, with a checkpoint from which it continues bit for bit."""
+"""Ctrl-C, SIGTERM and SIGUSR1 stop a run between two steps, with a checkpoint from which it continues bit for bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import lightning.pytorch as pl
 
 from polarlm.runs.lock import RunLock
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# SIGUSR1 is what SLURM's users are used to have sent before a job's time is over (sbatch --signal=USR1@120).
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
 
 class GracefulStop(pl.Callback):

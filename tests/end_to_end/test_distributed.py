@@ -1,7 +1,11 @@
-"""Two processes on one CPU (gloo): one run folder, the same global batches, the same losses to rounding."""
+"""Two processes on one CPU (gloo): one run folder, the same global batches, the same losses to rounding.
+
+Started by Lightning, by torchrun, and as SLURM would start them on two machines.
+"""
 
 import json
 import os
+import socket
 import subprocess
 import sys
 
@@ -10,12 +14,21 @@ import pytest
 from tests.end_to_end.conftest import ROOT
 
 pytestmark = pytest.mark.slow
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "TORCHELASTIC_")
 
 
-def launch(workshop, *arguments: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(ROOT / "train.py"), *workshop.tiny(), "model.dropout=0", *arguments]
-    return subprocess.run(command, cwd=workshop.folder, env=environment, capture_output=True, text=True, timeout=300)
+def environment(**more: str) -> dict[str, str]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    return {**own, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
+
+
+def command(workshop, *arguments: str) -> list[str]:
+    return [str(ROOT / "train.py"), *workshop.tiny(), "model.dropout=0", *arguments]
+
+
+def run(workshop, *arguments: str, **more: str) -> subprocess.CompletedProcess:
+    options = {"cwd": workshop.folder, "env": environment(**more), "capture_output": True, "text": True}
+    return subprocess.run([sys.executable, *arguments], timeout=300, **options)
 
 
 @pytest.fixture(scope="module")
@@ -24,21 +37,85 @@ def alone(workshop):
     return workshop.rows("alone")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_equal_one(workshop, alone, strategy):
-    done = launch(workshop, f"trainer={strategy}", "trainer.devices=2", f"name={strategy}")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("sample") == 1  # one table, from one process
-    both = workshop.rows(strategy)
-    assert [row["step"] for row in both] == [row["step"] for row in alone]
-    for one, two in zip(alone, both):
+def assert_like(rows: list[dict], alone: list[dict]) -> None:
+    assert [row["step"] for row in rows] == [row["step"] for row in alone]
+    for one, two in zip(alone, rows):
         for key in ("train/loss", "val/loss"):
             if key in one:
                 assert two[key] == pytest.approx(one[key], abs=2e-4), (key, one["step"])
-    assert sorted(p.name for p in (workshop.folder / "runs").glob(f"{strategy}*")) == [strategy]
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+def together(workshop, request):
+    """A finished run of two processes that Lightning started."""
+    strategy = request.param
+    done = run(workshop, *command(workshop, f"trainer={strategy}", "trainer.devices=2", f"name={strategy}"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("sample") == 1  # one table, from one process
+    return strategy
+
+
+def test_two_processes_equal_one(workshop, alone, together):
+    assert_like(workshop.rows(together), alone)
+    assert sorted(p.name for p in (workshop.folder / "runs").glob(f"{together}*")) == [together]
     # Rank 0 probes, with the other rank's shards under FSDP: before training moves the weights, to the last bit.
-    assert probes(workshop, strategy)[0] == probes(workshop, "alone")[0]
-    assert [probe["step"] for probe in probes(workshop, strategy)] == [0, 8, 16, 24]
+    assert probes(workshop, together)[0] == probes(workshop, "alone")[0]
+    assert [probe["step"] for probe in probes(workshop, together)] == [0, 8, 16, 24]
+
+
+def test_a_run_of_two_processes_is_used_like_any_other(workshop, together):
+    """The checkpoint is whole, with checksums: one process evaluates, generates and exports it."""
+    from polarlm.runs.checkpoints import load_verified
+
+    folder = workshop.folder / "runs" / together
+    state = load_verified(folder / "checkpoints" / "last.ckpt")
+    assert state["state_dict"]["model.embedding.weight"].shape == (257, 32)  # not a shard
+    for file in (folder, folder / "checkpoints" / "last.ckpt"):
+        done = workshop.run("eval.py", f"checkpoint={file}", "split=val")
+        assert done.code == 0 and f"{workshop.summary(together)['val/loss']:.3f}" in done.out, done.out
+    for verb in (["generate", "--tokens", "5"], ["export", "--out", f"{workshop.folder}/{together}-hf"], ["inspect"]):
+        done = workshop.run("polarlm/__main__.py", verb[0], str(folder), *verb[1:])
+        assert done.code == 0, done.out
+    assert (workshop.folder / f"{together}-hf" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_torchrun(workshop, alone, strategy):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    name = f"torchrun-{strategy}"
+    done = run(workshop, *launcher, *command(workshop, f"trainer={strategy}", "trainer.devices=2", f"name={name}"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_like(workshop.rows(name), alone)
+    assert sorted(p.name for p in (workshop.folder / "runs").glob(f"{name}*")) == [name]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_slurm_with_two_machines(workshop, alone, strategy):
+    """Both tasks as srun starts them with --nodes=2 --ntasks-per-node=1; here both machines are this one."""
+    name = f"slurm-{strategy}"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = {
+        "SLURM_JOB_ID": "4242", "SLURM_JOB_NAME": "polarlm", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2",
+        "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NODELIST": "localhost", "SLURM_LOCALID": "0",
+        "MASTER_PORT": str(port),
+    }  # fmt: skip
+    settings = command(workshop, f"trainer={strategy}", "trainer.devices=1", "trainer.nodes=2", f"name={name}")
+    tasks = []
+    for rank in ("0", "1"):
+        log = open(workshop.folder / f"{name}-{rank}.txt", "w")  # noqa: SIM115
+        place = environment(**job, SLURM_PROCID=rank, SLURM_NODEID=rank)
+        tasks.append(
+            subprocess.Popen(
+                [sys.executable, *settings], cwd=workshop.folder, env=place, stdout=log, stderr=subprocess.STDOUT
+            )
+        )
+    codes = [task.wait(300) for task in tasks]
+    told = "\n".join((workshop.folder / f"{name}-{rank}.txt").read_text() for rank in (0, 1))
+    assert codes == [0, 0], told
+    assert_like(workshop.rows(name), alone)
+    assert not list((workshop.folder / "runs" / ".slurm").iterdir())  # the note for the other task is gone
 
 
 def probes(workshop, name: str) -> list[dict]:

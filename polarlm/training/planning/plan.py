@@ -1,0 +1,133 @@
+"""A run on GPUs that are not here, put together: batches, memory, communication, time."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from polarlm.data.tokenizers.tokenizer import ByteTokenizer
+from polarlm.errors import UserError
+from polarlm.model import GPT
+from polarlm.model.build import build_model
+from polarlm.training.batching import BatchPlan, plan_batches, total_steps
+from polarlm.training.planning.devices import DeviceMemory, Shape, Traffic, device_memory, traffic
+from polarlm.training.planning.gpus import GPUS, Gpu, PlanSettings, default_precision, peak_flops
+
+# Published tokenizers whose size is known without reading them.
+HUB_VOCABULARIES = {"openai-community/gpt2": 50_257}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything the command prints."""
+
+    config: dict[str, Any]
+    settings: PlanSettings
+    gpu: Gpu
+    strategy: str
+    precision: str
+    parameters: int
+    batch: BatchPlan
+    steps: int
+    memory: dict[tuple[str, bool], DeviceMemory]  # by (strategy, activation checkpointing)
+    traffic: dict[str, Traffic]
+    flops_per_token: int
+    peak_flops: float
+
+    @property
+    def chosen(self) -> DeviceMemory:
+        """Memory as the run is configured."""
+        return self.memory[self.strategy, self.config["model"]["checkpointing"]]
+
+    @property
+    def compute_seconds(self) -> float:
+        """Of one step at the assumed MFU; recomputed layers do a third more work that MFU does not count."""
+        work = self.batch.tokens * self.flops_per_token / self.settings.gpus
+        again = 4 / 3 if self.config["model"]["checkpointing"] else 1.0
+        return again * work / (self.peak_flops * self.settings.mfu)
+
+    def step_seconds(self, *, hidden: bool) -> float:
+        """Of one step when communication is hidden behind the computation, or when none of it is."""
+        sending = self.traffic[self.strategy].seconds
+        return max(self.compute_seconds, sending) if hidden else self.compute_seconds + sending
+
+
+def make_plan(config: dict[str, Any], settings: PlanSettings) -> Plan:
+    """Plan a checked configuration of a run."""
+    trainer, gpu = config["trainer"], GPUS[settings.gpu]
+    per_node = min(settings.per_node, settings.gpus)
+    if settings.gpus % per_node:
+        raise UserError(f"gpus={settings.gpus} does not fill nodes of per_node={per_node}; choose a multiple of it.")
+    context = config["model"]["context"]
+    batch = plan_batches(trainer["batch_tokens"], context, settings.gpus, trainer["micro_batch_tokens"])
+    precision = default_precision(gpu) if trainer["precision"] == "auto" else trainer["precision"]
+    if precision.startswith("bf16") and not gpu.bf16:
+        raise UserError(f"trainer.precision={precision}: a {gpu.title} has no bf16; choose 16-mixed or 32-true.")
+    strategy = "ddp" if trainer["strategy"] == "auto" else trainer["strategy"]
+    vocabulary = settings.vocab or vocabulary_of(config["tokenizer"])
+    model = _untouched(config, vocabulary)
+    size = _element_size(precision)
+    shape = _shape(model, size)
+    memory, sent = {}, {}
+    for recompute in (False, True):
+        step = _step(config, vocabulary, batch, precision, recompute=recompute)
+        for kind in ("ddp", "fsdp"):
+            memory[kind, recompute] = device_memory(step, shape, kind, settings.gpus)
+            options = {"devices": settings.gpus, "per_node": per_node, "accumulate": batch.accumulate}
+            sent[kind] = traffic(shape, step.gradients, kind, gpu, **options)
+    return Plan(
+        config, settings, gpu, strategy, precision, model.parameter_count(), batch,
+        total_steps(trainer["max_steps"], trainer["max_tokens"], batch.tokens), memory, sent,
+        model.flops_per_token(context), peak_flops(gpu, precision),
+    )  # fmt: skip
+
+
+def vocabulary_of(tokenizer: dict[str, Any]) -> int:
+    """How many tokens a tokenizer that does not exist yet will have."""
+    kind, size = tokenizer["kind"], tokenizer.get("vocab_size")
+    known = (
+        ByteTokenizer.vocab_size
+        if kind == "byte"
+        else HUB_VOCABULARIES.get(tokenizer.get("hub") or "")
+        if kind == "hub"
+        else size
+    )
+    if known is None:
+        raise UserError(f"The size of this {kind} tokenizer is not known before it is made; give it as vocab=50257")
+    return int(known)
+
+
+def _step(config: dict[str, Any], vocabulary: int, batch: BatchPlan, precision: str, *, recompute: bool) -> Any:
+    from polarlm.training.planning.memory import step_memory
+
+    def build(layers: int) -> GPT:
+        other = copy.deepcopy(config)
+        other["model"] |= {"n_layer": layers, "checkpointing": recompute}
+        return _untouched(other, vocabulary)
+
+    return step_memory(
+        build,
+        config["model"]["n_layer"],
+        rows=batch.micro,
+        precision=precision,
+        optim=config["optim"],
+        accumulate=batch.accumulate,
+    )
+
+
+def _untouched(config: dict[str, Any], vocabulary: int) -> GPT:
+    from polarlm.training.planning.memory import UntouchedWeights
+
+    with UntouchedWeights():
+        return build_model(config, vocabulary)
+
+
+def _shape(model: GPT, element_size: int) -> Shape:
+    inside = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
+    outside = model.parameter_count() - sum(inside)
+    return Shape(max(inside) * element_size, len(inside), outside * element_size)
+
+
+def _element_size(precision: str) -> int:
+    return {"bf16-true": 2, "64-true": 8}.get(precision, 4)

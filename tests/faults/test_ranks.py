@@ -1,0 +1,113 @@
+"""Runs of two processes that are killed, and go on with as many processes as before, with fewer or with more."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polarlm.runs.checkpoints import DamagedCheckpoint, load_verified
+from tests.faults.killing import outcome
+from tests.faults.ranks import Ranks
+from tests.training.tiny_jobs import composed
+
+pytestmark = pytest.mark.slow
+OPTIONS = (
+    "trainer.max_steps=6", "trainer.checkpoint_every=2", "trainer.val_every=3", "trainer.log_every=1",
+    "diagnostics=default", "diagnostics.every=3", "diagnostics.tokens=32", "name=run",
+    "trainer.keep_checkpoints=2", "sample.tokens=5",
+)  # fmt: skip
+FIRST_CHECKPOINT = "after replace last.ckpt"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+def settings(place: Path, runs: str, strategy: str, count: int, *more: str) -> dict[str, Any]:
+    where = (f"trainer.strategy={strategy}", f"trainer.devices={count}", *more)
+    return {**composed(place, *OPTIONS, *where), "runs_dir": str(place / runs), "group": None}
+
+
+def train(place: Path, runs: str, strategy: str, count: int, *more: str, **options: Any) -> Path:
+    ranks = Ranks(settings(place, runs, strategy, count, *more), count, place / runs, **options)
+    codes = ranks.join()
+    expected = -9 if "kill_at" in options else 0
+    assert codes[0] == expected, f"{codes}\n{ranks.told()}"
+    return place / runs / "run"
+
+
+def losses(folder: Path) -> dict[tuple[int, str], float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {(row["step"], key): row[key] for row in rows for key in ("train/loss", "val/loss") if key in row}
+
+
+@pytest.fixture(scope="module")
+def alone(place) -> dict[tuple[int, str], float]:
+    return losses(train(place, "alone", "auto", 1))
+
+
+CHANGES = [("ddp", 2, "auto", 1), ("auto", 1, "ddp", 2), ("fsdp", 2, "auto", 1), ("auto", 1, "fsdp", 2),
+           ("ddp", 2, "fsdp", 2)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("strategy", "count", "next_strategy", "next_count"), CHANGES)
+def test_a_killed_run_goes_on_with_another_number_of_processes(
+    place, alone, strategy, count, next_strategy, next_count
+):
+    """The batch is fixed in tokens, so every step reads the same text and the losses agree to rounding."""
+    runs = f"{strategy}-{count}-{next_strategy}-{next_count}"
+    folder = train(place, runs, strategy, count, kill_at=FIRST_CHECKPOINT)
+    before = (folder / "metrics.jsonl").read_text()
+    train(place, runs, next_strategy, next_count)
+    assert (folder / "metrics.jsonl").read_text().startswith(before)  # it went on, it did not begin again
+    assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
+    assert losses(folder) == pytest.approx(alone, abs=2e-5)
+
+
+def test_killed_fsdp_runs_end_with_the_same_bits(place):
+    """At named points of rank 0, at random times of any rank, and with a damaged newest checkpoint."""
+    dropout = "model.dropout=0.1"
+    notes = place / "points.json"
+    began = time.monotonic()
+    expected = outcome(train(place, "sharded", "fsdp", 2, dropout, notes=str(notes)))
+    seconds = time.monotonic() - began
+    seed = int(os.environ.get("POLARLM_FAULT_SEED", time.time_ns() % 10**6))
+    print(f"POLARLM_FAULT_SEED={seed}")
+    numbers = random.Random(seed)
+    history = [f"seed {seed}"]
+    of_checkpoints = [p for p in dict.fromkeys(json.loads(notes.read_text())) if "ckpt" in p]
+    for point in [FIRST_CHECKPOINT, *numbers.sample(of_checkpoints, 2)]:
+        ranks = Ranks(settings(place, "killed", "fsdp", 2, dropout), 2, place / "killed", kill_at=point)
+        codes = ranks.join()
+        history.append(f"{point}: {codes}")
+        assert codes[0] in (-9, 0), f"{history}\n{ranks.told()}"
+    folder = place / "killed" / "run"
+    newest = max((folder / "checkpoints").glob("step_*.ckpt"))
+    damage(newest)
+    with pytest.raises(DamagedCheckpoint):
+        load_verified(newest)
+    for _ in range(3):
+        ranks = Ranks(settings(place, "killed", "fsdp", 2, dropout), 2, place / "killed")
+        when = numbers.randrange(2), numbers.uniform(0.3, 0.9) * seconds
+        history.append(f"rank and time {when}: {ranks.join(kill_after=when)}")
+    if json.loads((folder / "summary.json").read_text())["status"] != "finished":
+        train(place, "killed", "fsdp", 2, dropout)
+    found = outcome(folder)
+    for what in expected:
+        assert found[what] == expected[what], (what, history)
+    assert [p.name for p in folder.parent.iterdir()] == ["run"], history
+
+
+def damage(path: Path) -> None:
+    """Overwrite some bytes in the middle of a file, under all its names; more than the gaps between its records."""
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 300] = bytes(300)
+    path.write_bytes(content)

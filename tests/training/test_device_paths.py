@@ -1,0 +1,209 @@
+"""Code that only a GPU machine runs, run here as far as torch allows: stand-ins for the device, real decisions.
+
+What even this does not reach is listed in docs/scaling.md; tests/test_never_executed.py holds that list to the code.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from polarlm.training.hardware import choose_accelerator, choose_compile, choose_precision, use_tensor_cores
+from tests.training.tiny_jobs import composed
+
+GPU = torch.device("cuda", 0)
+FAKE = FakeTensorMode()
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """torch and Lightning believe in two H100s; whoever touches one fails."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr("lightning.fabric.accelerators.cuda.num_cuda_devices", lambda: 2)
+    monkeypatch.setattr("lightning.pytorch.accelerators.cuda.num_cuda_devices", lambda: 2)
+
+
+def test_auto_is_cuda_in_bf16_compiled(two_gpus):
+    assert choose_accelerator("auto") == choose_accelerator("gpu") == choose_accelerator("cuda") == "cuda"
+    assert choose_precision("auto", "cuda") == "bf16-mixed"
+    assert choose_compile("auto", "cuda") is True
+
+
+def test_a_gpu_without_bf16_trains_in_fp32(two_gpus, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert choose_precision("auto", "cuda") == "32-true"
+
+
+def test_fp32_products_use_tensor_cores():
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        use_tensor_cores()
+        assert torch.get_float32_matmul_precision() == "high" and torch.backends.cuda.matmul.allow_tf32
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_trainer_of_a_gpu_run(two_gpus, monkeypatch, tmp_path, strategy):
+    """Our own path up to Lightning's loop: devices, NCCL, autocast on cuda, the published peak."""
+    import lightning.pytorch as pl
+
+    from polarlm.training.fit import fit
+    from polarlm.training.job import build_job
+
+    seen = {}
+
+    def stop_here(trainer, module, **_):
+        recorder = next(c for c in trainer.callbacks if type(c).__name__ == "Recorder")
+        seen.update(trainer=trainer, module=module, peak=recorder.peak.best)
+
+    monkeypatch.setattr(pl.Trainer, "fit", stop_here)
+    switches = (f"trainer={strategy}", "trainer.accelerator=auto", "trainer.precision=auto")
+    job = build_job(composed(tmp_path, *switches))
+    assert (job.accelerator, job.precision, job.compiled, job.plan.processes) == ("cuda", "bf16-mixed", True, 2)
+    fit(job, tmp_path / "run")
+    plugin, trainer = seen["trainer"].strategy.precision_plugin, seen["trainer"]
+    assert [str(device) for device in trainer.strategy.parallel_devices] == ["cuda:0", "cuda:1"]
+    assert trainer.strategy._get_process_group_backend() == "nccl"
+    assert (plugin.precision, plugin.device) == ("bf16-mixed", "cuda")
+    assert seen["peak"] == 2 * 989.4e12
+
+
+def test_batches_are_pinned_where_there_is_a_gpu(two_gpus, monkeypatch):
+    from polarlm.data.module import Prefetched
+
+    pinned = []
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: pinned.append(self) or self)
+    batches = [{"tokens": torch.arange(3), "targets": torch.arange(3)} for _ in range(2)]
+    assert [list(b) for b in Prefetched(lambda: batches, 2)] == [["tokens", "targets"]] * 2
+    assert len(pinned) == 4
+
+
+def test_a_watched_step_waits_for_the_gpu(monkeypatch):
+    from types import SimpleNamespace
+
+    from polarlm.training.loggers.throughput import StepTimes
+
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    times = StepTimes(SimpleNamespace(paused=0.0))  # type: ignore[arg-type]
+    times.spent = {"forward": 0.0}
+    times._mark(SimpleNamespace(device=GPU), "forward")
+    times._mark(SimpleNamespace(device=torch.device("cpu")), "forward")
+    assert waited == [GPU]
+
+
+def test_a_run_is_restored_onto_the_gpu(two_gpus, monkeypatch, tmp_path):
+    from polarlm.model import GPT
+    from polarlm.runs.restore import restore_run
+    from polarlm.training.loop import train_run
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setattr(torch.cuda, "device_count", lambda: 0)
+        patch.setattr("polarlm.training.loggers.throughput.measured_peak", lambda **_: 1e9)
+        folder = train_run({**composed(tmp_path, "name=run", "sample.tokens=2"), "group": None}).folder
+    moved = []
+    monkeypatch.setattr(GPT, "to", lambda self, device: moved.append(device) or self)
+    restore_run(folder)
+    restore_run(folder, "cpu")
+    assert moved == ["cuda", "cpu"]
+
+
+# -- fake tensors: a device and a shape, no numbers --------------------------------------------------------------------
+
+
+def composed_block(block: str) -> dict:
+    from pathlib import Path
+    from tempfile import gettempdir
+
+    return composed(Path(gettempdir()), f"block={block}", "model.d_model=64", "model.n_head=2")
+
+
+def fake(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A tensor that claims to be on the GPU; to be used inside FAKE."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor(FAKE, torch.empty(shape, dtype=dtype, device="meta"), GPU)
+
+
+def call_on_gpu(dtype: torch.dtype = torch.bfloat16, size: int = 32, **options):
+    from polarlm.attention.kernels import DirectionalNoise, RobustCall
+
+    of_heads = [fake(4, dtype=torch.float32) for _ in range(6)]
+    noise = DirectionalNoise(*of_heads[:5], nu=of_heads[5])
+    q, k, v = fake(2, 4, 16, size, dtype=dtype), *(fake(2, 2, 16, size, dtype=dtype) for _ in range(2))
+    return RobustCall(q, k, v, noise, "student", magnitude=fake(2, 16, dtype=torch.float32), **options)
+
+
+def test_attention_on_a_gpu_takes_the_triton_kernels_and_stays_there(monkeypatch):
+    from polarlm.attention import kernels
+    from polarlm.attention.kernels import triton_backend
+
+    chosen = []
+    monkeypatch.setattr(triton_backend, "INSTALLED", True)
+    monkeypatch.setattr(kernels, "distrust", lambda backend, device: chosen.append((backend, device)))
+    with FAKE, torch.no_grad():
+        for dtype in (torch.bfloat16, torch.float32):
+            out = kernels.robust_attention(call_on_gpu(dtype))
+            assert (out.v_bar.device, out.v_bar.dtype, out.v_bar.shape) == (GPU, dtype, (2, 4, 16, 32))
+            assert (out.log_evidence.device, out.log_evidence.dtype) == (GPU, torch.float32)
+        assert chosen == [("triton", "cuda")] * 2
+        for other in ({"dtype": torch.float64}, {"size": 256}, {"dropout": 0.1}):  # what those kernels can't do
+            assert kernels.fastest(call_on_gpu(**other)) == "streaming"
+    assert len(chosen) == 2
+
+
+def test_the_backward_operator_of_the_triton_kernels_on_a_gpu():
+    """Autograd refuses fake GPU tensors in a CPU build of torch, so the operator is called as autograd would."""
+    from polarlm.attention.kernels.triton_backend import triton_backward
+
+    with FAKE:
+        call = call_on_gpu()
+        parameters, evidence = fake(7, 4, dtype=torch.float32), fake(2, 4, 16, dtype=torch.float32)
+        options = (None, "student", False, False, True)
+        inputs = (call.q, call.k, call.v, call.magnitude, parameters)
+        found = triton_backward(call.q, evidence, call.q, evidence, *inputs, *options)
+    assert [x.shape for x in found] == [x.shape for x in inputs]
+    assert all(x.device == GPU for x in found)
+
+
+@pytest.mark.parametrize("world", [8, 512])
+def test_a_sharded_step_among_many_ranks(world):
+    """FSDP2 over a process group that talks to nobody: shards, norm and clipping as rank 0 of `world` sees them."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from polarlm.model.build import build_model
+    from polarlm.training.gradients import clip, gradients_of, total_norm
+    from polarlm.training.module import LanguageModel
+    from polarlm.training.optimisers import build_optimiser
+
+    config = composed_block("polar")
+    model = build_model(config, 1024)
+    whole = model.embedding.weight.shape[0]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        module = LanguageModel(model, optim=config["optim"], schedule=None, batch_tokens=1, max_steps=1, compiled=False)  # type: ignore[arg-type]
+        names = ("data_parallel", "tensor_parallel")
+        module._device_mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=names)
+        module.configure_model()
+        assert module.model.embedding.weight.to_local().shape[0] == -(-whole // world)
+        optimiser = build_optimiser(config["optim"], module.model)
+        tokens = torch.zeros(1, 16, dtype=torch.long)
+        batch = {"tokens": tokens, "targets": tokens, "counted": torch.tensor(16.0)}
+        module.training_step(batch, 0).backward()
+        gradients = gradients_of(module.model.parameters())
+        clip(gradients, total_norm(gradients), 1.0)
+        optimiser.step()
+        assert len(gradients) == len(list(module.model.parameters()))
+    finally:
+        dist.destroy_process_group()
