@@ -86,13 +86,9 @@ def make_plan(config: dict[str, Any], settings: PlanSettings) -> Plan:
 def vocabulary_of(tokenizer: dict[str, Any]) -> int:
     """How many tokens a tokenizer that does not exist yet will have."""
     kind, size = tokenizer["kind"], tokenizer.get("vocab_size")
-    known = (
-        ByteTokenizer.vocab_size
-        if kind == "byte"
-        else HUB_VOCABULARIES.get(tokenizer.get("hub") or "")
-        if kind == "hub"
-        else size
-    )
+    if kind == "byte":
+        return ByteTokenizer.vocab_size
+    known = HUB_VOCABULARIES.get(tokenizer.get("hub") or "") if kind == "hub" else size
     if known is None:
         raise UserError(f"The size of this {kind} tokenizer is not known before it is made; give it as vocab=50257")
     return int(known)
