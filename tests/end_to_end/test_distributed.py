@@ -80,7 +80,7 @@ def test_a_run_of_two_processes_is_used_like_any_other(workshop, together):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_torchrun(workshop, alone, strategy):
+def test_torchrun_on_one_machine(workshop, alone, strategy):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     name = f"torchrun-{strategy}"
     done = run(workshop, *launcher, *command(workshop, f"trainer={strategy}", "trainer.devices=2", f"name={name}"))

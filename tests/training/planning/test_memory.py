@@ -17,7 +17,7 @@ from polarlm.training.planning.devices import Shape, device_memory, traffic
 from polarlm.training.planning.gpus import GPUS, peak_flops
 from polarlm.training.planning.memory import LiveBytes, StepMemory, step_memory
 
-VOCABULARY, LAYERS = 700, 5
+VOCABULARY, LAYERS = 700, 4
 SMALL = ("model.d_model=64", "model.n_head=4", "model.context=64")
 
 
@@ -72,12 +72,12 @@ def allocations(recorded: Any) -> list[Any]:
 
 CASES = [
     ("standard", "32-true", 16, 1, ()),
-    ("standard", "bf16-mixed", 16, 1, ("model.checkpointing=true",)),
+    ("standard", "bf16-mixed", 8, 1, ("model.checkpointing=true",)),
     ("polar", "32-true", 4, 2, ("model.ffn=gelu", "model.tie_embeddings=false")),
-    ("polar", "bf16-mixed", 16, 2, ("model.context=128",)),
-    ("rfa", "bf16-true", 16, 1, ("model.n_kv_head=2",)),
+    ("polar", "bf16-mixed", 3, 2, ("model.context=96",)),
+    ("rfa", "bf16-true", 6, 1, ("model.n_kv_head=2",)),
     ("xsa", "32-true", 2, 1, ("model.d_model=128",)),
-    ("polar_literal", "32-true", 8, 1, ()),
+    ("polar_literal", "32-true", 4, 1, ()),
 ]
 
 
