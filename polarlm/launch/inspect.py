@@ -65,7 +65,9 @@ def plan_text(arguments: list[str]) -> str:
         raise UserError(f"gpu={given['gpu']} is not known. {near}Choices: {', '.join(GPUS)}")
     settings = read_settings(PlanSettings, given, "")
     devices = min(settings.per_node, settings.gpus)
-    place = [f"trainer.devices={devices}", f"trainer.nodes={-(-settings.gpus // devices)}"]
+    if settings.gpus % devices:
+        raise UserError(f"gpus={settings.gpus} does not fill nodes of per_node={devices}; choose a multiple of it.")
+    place = [f"trainer.devices={devices}", f"trainer.nodes={settings.gpus // devices}"]
     job = plan_jobs(config_loader(), "train", [*overrides, *place], multirun=False).jobs[0]
     assert job.config is not None
     from polarlm.training.planning.plan import make_plan

@@ -74,8 +74,9 @@ def _counted(model: GPT, *, rows: int, precision: str, optim: dict[str, Any], ac
             live.add(parameter)
         weights = live.now
         with live:
-            # The first step creates the optimiser's state; the second is what all others are like.
-            _micro_batch(model, tokens, precision, live)
+            # A first step creates the optimiser's state; what comes then is what every later step is like.
+            for parameter in model.parameters():
+                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
             gradients = live.now - weights
             live.reset()
             optimiser.step()

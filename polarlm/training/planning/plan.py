@@ -57,8 +57,6 @@ def make_plan(config: dict[str, Any], settings: PlanSettings) -> Plan:
     """Plan a checked configuration of a run."""
     trainer, gpu = config["trainer"], GPUS[settings.gpu]
     per_node = min(settings.per_node, settings.gpus)
-    if settings.gpus % per_node:
-        raise UserError(f"gpus={settings.gpus} does not fill nodes of per_node={per_node}; choose a multiple of it.")
     context = config["model"]["context"]
     batch = plan_batches(trainer["batch_tokens"], context, settings.gpus, trainer["micro_batch_tokens"])
     precision = default_precision(gpu) if trainer["precision"] == "auto" else trainer["precision"]
@@ -68,7 +66,7 @@ def make_plan(config: dict[str, Any], settings: PlanSettings) -> Plan:
     vocabulary = settings.vocab or vocabulary_of(config["tokenizer"])
     model = _untouched(config, vocabulary)
     size = _element_size(precision)
-    shape = _shape(model, size)
+    shape = shape_of(model, size)
     memory, sent = {}, {}
     for recompute in (False, True):
         step = _step(config, vocabulary, batch, precision, recompute=recompute)
@@ -119,7 +117,8 @@ def _untouched(config: dict[str, Any], vocabulary: int) -> GPT:
         return build_model(config, vocabulary)
 
 
-def _shape(model: GPT, element_size: int) -> Shape:
+def shape_of(model: GPT, element_size: int) -> Shape:
+    """What FSDP gathers together: every block for itself, and all that is in no block."""
     inside = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
     outside = model.parameter_count() - sum(inside)
     return Shape(max(inside) * element_size, len(inside), outside * element_size)

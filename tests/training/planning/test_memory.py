@@ -16,6 +16,7 @@ from polarlm.training.optimisers import build_optimiser
 from polarlm.training.planning.devices import Shape, device_memory, traffic
 from polarlm.training.planning.gpus import GPUS, peak_flops
 from polarlm.training.planning.memory import LiveBytes, StepMemory, step_memory
+from polarlm.training.planning.plan import shape_of
 
 VOCABULARY, LAYERS = 700, 4
 SMALL = ("model.d_model=64", "model.n_head=4", "model.context=64")
@@ -52,10 +53,11 @@ def allocated_peak(model: GPT, optim: dict[str, Any], rows: int, precision: str,
 
     step()
     held = list(model.parameters()) + [x for state in optimiser.state.values() for x in state.values()]
+    local = [x.to_local() if hasattr(x, "to_local") else x for x in held]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         step()
     sizes = [event.typed[1].alloc_size for event in allocations(recorded)]
-    return sum(x.untyped_storage().nbytes() for x in held) + max(torch.tensor(sizes).cumsum(0).tolist())
+    return sum(x.untyped_storage().nbytes() for x in local) + max(torch.tensor(sizes).cumsum(0).tolist())
 
 
 def allocations(recorded: Any) -> list[Any]:
@@ -129,6 +131,32 @@ def test_fsdp_holds_a_share_and_what_is_gathered():
     held = device_memory(STEP, SHAPE, "fsdp", 8)
     assert (held.weights, held.gradients, held.optimiser) == (50, 50, 100)
     assert held.peak == 200 + 5100 + 100 + 4 * 30  # outside for the whole pass; two blocks gathered, two being reduced
+
+
+def test_fsdp_within_a_tenth_of_what_rank_0_of_8_allocates():
+    """A process group that talks to nobody: the buffers are real, what would be in them is not."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from polarlm.training.module import LanguageModel
+
+    config = settings("standard", "model.d_model=128")
+    options = {"rows": 2, "precision": "32-true", "optim": config["optim"], "accumulate": 1}
+    step = step_memory(builder(config), LAYERS, **options)
+    model = builder(config)(LAYERS)
+    planned = device_memory(step, shape_of(model, 4), "fsdp", 8).peak
+    assert planned < 0.75 * step.peak  # or there would be nothing to test
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        module = LanguageModel(model, optim=config["optim"], schedule=None, batch_tokens=1, max_steps=1, compiled=False)  # type: ignore[arg-type]
+        names = ("data_parallel", "tensor_parallel")
+        module._device_mesh = init_device_mesh("cpu", (8, 1), mesh_dim_names=names)
+        module.configure_model()
+        measured = allocated_peak(module.model, config["optim"], 2, "32-true", 1)
+    finally:
+        dist.destroy_process_group()
+    assert planned == pytest.approx(measured, rel=0.1)
 
 
 def test_bytes_sent_in_rings():
