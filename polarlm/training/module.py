@@ -79,6 +79,15 @@ class LanguageModel(pl.LightningModule):
         if self.optim["grad_clip"]:
             clip(gradients, self.grad_norm, float(self.optim["grad_clip"]))
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Number the optimiser's parameters as the model lists them, not as its groups do.
+
+        FSDP reads and writes these numbers so; any strategy can then go on from any other's checkpoint.
+        """
+        if getattr(self, "device_mesh", None) is None:
+            for optimiser, state in zip(self.trainer.optimizers, checkpoint["optimizer_states"], strict=True):
+                renumber(state, optimiser, self)
+
     def configure_optimizers(self) -> Any:
         """The chosen optimiser and a per-step schedule counted in tokens."""
         # A fused optimiser unscales 16-bit gradients inside its step, too late for clipping.
@@ -91,3 +100,17 @@ class LanguageModel(pl.LightningModule):
 
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimiser, factor)
         return {"optimizer": optimiser, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def renumber(state: dict[str, Any], optimiser: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+    """Change the numbers in an optimiser's state dict from its own order to that of the model's parameters, in place.
+
+    torch reads any numbering: it goes by the order inside the groups, which stays.
+    """
+    in_model = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+    parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
+    numbers = {own: in_model[id(parameter)] for own, parameter in enumerate(parameters)}
+    state["state"] = {numbers[own]: values for own, values in state["state"].items()}
+    state["param_groups"] = [
+        {**group, "params": [numbers[own] for own in group["params"]]} for group in state["param_groups"]
+    ]

@@ -115,3 +115,25 @@ def test_an_unknown_option_is_refused():
     section = {"_target_": "polarlm.training.optimisers.adamw.adamw", **ADAMW, "learning": 1, "grad_clip": 1.0}
     with pytest.raises(UserError, match="learning"):
         build_optimiser(section, Toy())
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_state_numbered_as_the_model_lists_its_parameters_is_read_back(name, tmp_path):
+    """What checkpoints hold: the numbers follow the model, torch reads it as if they followed the groups."""
+    from polarlm.training.module import renumber
+    from tests.training.tiny_jobs import composed
+
+    config = composed(tmp_path, "block=polar", f"optim={name}")
+    models = [build_model(config, 64) for _ in range(2)]
+    first, second = (build_optimiser(config["optim"], model) for model in models)
+    models[0].loss(torch.arange(16)[None], torch.arange(16)[None]).backward()
+    first.step()
+    state = first.state_dict()
+    renumber(state, first, models[0])
+    shapes = [parameter.shape for parameter in models[0].parameters()]
+    for number, values in state["state"].items():
+        assert all(x.shape in (shapes[number], ()) for x in values.values() if torch.is_tensor(x))
+    second.load_state_dict(state)
+    for one, two in zip(models[0].parameters(), models[1].parameters()):
+        for key, value in first.state[one].items():
+            assert torch.equal(torch.as_tensor(second.state[two][key]), torch.as_tensor(value)), key
