@@ -8,7 +8,9 @@ network adapters of the maker's own 8-GPU machine between nodes.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
+from polarlm.errors import UserError
 from polarlm.settings import setting
 
 BITS_PER_BYTE = 8
@@ -63,8 +65,11 @@ def peak_flops(gpu: Gpu, precision: str) -> float:
     from lightning.fabric.utilities.throughput import _CUDA_FLOPS
 
     known = _CUDA_FLOPS[gpu.table]
-    keys = {"bf16": [torch.bfloat16], "16": [torch.float16], "64": [torch.float64], "tf32": ["tfloat32", torch.float32]}
-    return float(next(known[key] for key in keys[kind] if key in known))
+    keys: dict[str, list[Any]] = {"bf16": [torch.bfloat16], "16": [torch.float16], "64": [torch.float64]}
+    for key in keys.get(kind, ["tfloat32", torch.float32]):
+        if key in known:
+            return float(known[key])
+    raise UserError(f"trainer.precision={precision}: no peak is published for a {gpu.title}; choose another precision.")
 
 
 def default_precision(gpu: Gpu) -> str:

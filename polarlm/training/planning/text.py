@@ -67,16 +67,15 @@ def _time(plan: Plan) -> list[str]:
         ["FLOPs per token (counted)", f"{plan.flops_per_token:,}"],
         ["peak of a GPU", f"{plan.peak_flops / 1e12:,.1f} TFLOP/s ({plan.precision})"],
         ["step at this MFU", f"{1e3 * plan.compute_seconds:,.3g} ms (MFU {plan.settings.mfu:.0%})"],
-        ["tokens per second", _range(tokens / worst, tokens / best, ",.0f")],
-        ["hours", _range(*hours, ".3g")],
-        ["GPU hours", _range(*(plan.settings.gpus * h for h in hours), ".3g")],
+        ["tokens per second", _range([tokens / worst, tokens / best], ",.0f")],
+        ["hours", _range(hours, ".3g")],
+        ["GPU hours", _range([plan.settings.gpus * h for h in hours], ".3g")],
     ]
     return ["Time (first number: no communication is hidden behind computation; second: all of it)", *_table([], rows)]
 
 
-def _range(worst: float, best: float, form: str) -> str:
-    texts = dict.fromkeys((format(worst, form), format(best, form)))
-    return " … ".join(texts)
+def _range(numbers: list[float], form: str) -> str:
+    return " … ".join(dict.fromkeys(format(number, form) for number in numbers))
 
 
 def _notes(plan: Plan) -> list[str]:
