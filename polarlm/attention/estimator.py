@@ -14,7 +14,9 @@ from polarlm.errors import UserError
 
 ZERO_SHARE = 0.25  # share of heads without decay when `mu` is spread over the heads
 DECADES = 2.0  # the other heads' decay rates cover this many powers of ten below `mu`
-STRICTLY_POSITIVE = {"nu", "nu_t", "nu_r", "tau", "radius"}  # these divide; noises, rates and steps may be 0
+# These divide; noises, rates and steps may be 0.
+STRICTLY_POSITIVE = {"nu", "nu_t", "nu_r", "tau", "radius", "m_eq", "precision_0", "relax_a", "relax_b"}
+FRACTIONS = {"prior_share", "context_power"}  # at least 0 and below 1
 NOISE_SPLIT = {"k": 0.4, "q": 0.4, "0": 0.2}  # how a matched total variance divides over key, query and floor
 
 Value = float | Sequence[float]
@@ -52,8 +54,16 @@ def positive(raw: Tensor, live: Tensor) -> Tensor:
 class Estimator(nn.ModuleDict):
     """The named positive parameters of one block."""
 
-    def __init__(self, values: Mapping[str, Tensor], frozen: Iterable[str], known: Iterable[str]) -> None:
-        known = list(known)
+    def __init__(
+        self,
+        values: Mapping[str, Tensor],
+        frozen: Iterable[str],
+        known: Iterable[str],
+        fractions: Iterable[str] = (),
+    ) -> None:
+        """`fractions` names those in [0, 1): kept as odds p/(1-p), which are positive."""
+        known, self.fractions = list(known), [name for name in fractions if name in values]
+        values = {name: value / (1 - value) if name in self.fractions else value for name, value in values.items()}
         for name in frozen:
             if name not in known:
                 raise UserError(f"block.frozen names {name!r}; this block's parameters are {', '.join(known)}.")
@@ -83,6 +93,8 @@ class Estimator(nn.ModuleDict):
                 raw, live = torch.cat([p.raw for p in chosen.values()]), torch.cat([p.live for p in chosen.values()])
                 values = positive(raw, live).split([p.raw.numel() for p in chosen.values()])
                 by_name |= {name: value.reshape(p.shape) for (name, p), value in zip(chosen.items(), values)}
+        for name in self.fractions:
+            by_name[name] = by_name[name] / (1 + by_name[name])
         return by_name
 
 
@@ -144,7 +156,10 @@ def matched_variance(kernel: str, head_dim: int, nu: Tensor, tau: Tensor, numera
     x = 2*numerator/S: the exponential kernel gives x/tau, Student-t (nu+1)*log(1 + x/nu).
     """
     target = math.sqrt(head_dim)
-    x = nu * torch.expm1(target / (nu + 1)) if kernel == "student" else tau * target
+    if kernel == "student_mle":  # log(1 + x/nu) is so flat that a wide head's range would need kappa beyond its cap
+        x = nu * math.expm1(min(target, 5.0))
+    else:
+        x = nu * torch.expm1(target / (nu + 1)) if kernel == "student" else tau * target
     return 2 * numerator / x
 
 
@@ -161,6 +176,8 @@ def _numbers(name: str, value: Value) -> Tensor:
         values = torch.as_tensor(value, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError):
         raise UserError(f"block.{name} is {value!r}; it must be a number, or a list of numbers.") from None
+    if name in FRACTIONS and not bool((values < 1).all()):
+        raise UserError(f"block.{name} is {values.tolist()}; it must be at least 0 and below 1.")
     lowest = "positive" if name in STRICTLY_POSITIVE else "not negative"
     legal = values > 0 if name in STRICTLY_POSITIVE else values >= 0
     if not bool((torch.isfinite(values) & legal).all()):

@@ -19,6 +19,8 @@ def record_estimate(record: Record, output: AttentionOutput) -> None:
     record["robust_weight"] = weights.directional * (output.log_evidence.unsqueeze(-1) - weights.log_kappa).exp()
     if weights.radial is not None:
         record["radial_weights"] = weights.radial
+    if weights.gated is not None:
+        record["gated_weights"] = weights.gated
 
 
 def robust_flops(context: int, heads: int, head_dim: int, radial_correlation: str | None = None) -> int:
@@ -30,3 +32,13 @@ def robust_flops(context: int, heads: int, head_dim: int, radial_correlation: st
     if radial_correlation is not None:
         per_pair += LOGIT_FLOPS + {"vv": 2 * heads * head_dim, "qk": heads, "one": 0}[radial_correlation]
     return int(mean_visible(context) * per_pair)
+
+
+def gate_flops(context: int, heads: int, head_dim: int, consensus: str, correlation: str) -> int:
+    """What Appendix G.1 adds per token: correlations of its own (`vv`), the gate, and complex parts where asked for."""
+    if consensus == "none":
+        return 0
+    per_pair = LOGIT_FLOPS + (2 * head_dim if correlation == "vv" else 0)
+    if consensus == "complex":  # imaginary parts of residual, correlation and sum
+        per_pair += 2 * head_dim * (3 if correlation != "one" else 1)
+    return int(mean_visible(context) * heads * per_pair)

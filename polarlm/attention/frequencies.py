@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from polarlm.attention.estimator import choice
 from polarlm.attention.mixer import MixerShape, Rotary, TokenContext
-from polarlm.geometry.transport import phase_tables, rotary_frequencies
+from polarlm.geometry.transport import phase_tables, rotary_frequencies, rotary_tables
 
 KINDS = ("shared", "per_head", "learned")
 
@@ -38,7 +38,7 @@ class Frequencies(nn.Module):
     def __init__(self, kind: str, shape: MixerShape, dim: int) -> None:
         super().__init__()
         self.kind = choice("frequencies", kind, KINDS)
-        self.group = shape.n_head // shape.n_kv_head
+        self.group, self.dim, self.base = shape.n_head // shape.n_kv_head, dim, shape.rope_base
         heads = shape.n_kv_head
         if kind == "per_head":  # the spectrum of heads*dim channels, cut into heads from slow to fast
             bank = rotary_frequencies(heads * dim, shape.rope_base, dtype=torch.float64).flip(0).view(heads, -1)
@@ -46,6 +46,13 @@ class Frequencies(nn.Module):
         elif kind == "learned":
             bank = rotary_frequencies(dim, shape.rope_base, dtype=torch.float64).expand(heads, -1)
             self.log_frequency = nn.Parameter(bank.log().float())
+
+    def one_step(self, dtype: torch.dtype, device: torch.device) -> Rotary:
+        """Tables of a single token's turn, (1, dim/2) or (1, heads, 1, dim/2)."""
+        if self.kind == "shared":
+            return rotary_tables(torch.ones(1, device=device), self.dim, self.base, dtype=dtype)
+        cos, sin = phase_tables(torch.ones(1, device=device), self.log_frequency.to(dtype).exp()[:, None])
+        return cos[None], sin[None]
 
     def forward(self, context: TokenContext) -> Turns:
         """The tables for this pass: (T, dim/2) where all heads share them, else (1 or B, heads, T, dim/2)."""

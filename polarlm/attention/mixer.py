@@ -56,6 +56,7 @@ class KeyValueCache:
         self.length = 0
         self.decoder: Any = None  # polarlm/attention/decoding.py: made at the first single token that asks for one
         self.asked = False
+        self.running: dict[str, Tensor] = {}  # what a mixer carries from token to token beside these, rows first
         self.keys = torch.zeros(batch, heads, length, head_dim, device=device, dtype=dtype)
         self.values = torch.zeros_like(self.keys)
         self.magnitudes = torch.zeros(batch, length, device=device, dtype=dtype) if magnitude else None

@@ -11,45 +11,57 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from polarlm.attention.additions import HeadGate, ValueResidual
+from polarlm.attention.content_transport import TRANSPORTS, CommonFrame, ContentTransport
 from polarlm.attention.decoding import decode, decoder_for
-from polarlm.attention.estimator import Estimator, Value, choice
-from polarlm.attention.filter import record_estimate, robust_flops
-from polarlm.attention.frequencies import Frequencies, Turns
+from polarlm.attention.estimator import FRACTIONS, Estimator, Value, choice
+from polarlm.attention.filter import gate_flops, record_estimate, robust_flops
+from polarlm.attention.frequencies import Frequencies
 from polarlm.attention.initialisation import linear
 from polarlm.attention.kernels import (
-    KERNELS,
+    CONSENSUS,
+    PLAIN_KERNELS,
     RADIAL_CORRELATIONS,
     RobustCall,
     check_residual_form,
     robust_attention,
 )
-from polarlm.attention.lean import on_sphere, rotate
-from polarlm.attention.mixer import (
-    KeyValueCache,
-    Mixer,
-    MixerShape,
-    TokenContext,
-    split_heads,
-)
+from polarlm.attention.lean import on_sphere
+from polarlm.attention.mixer import KeyValueCache, Mixer, MixerShape, TokenContext
 from polarlm.attention.polar_decoding import polar_recipe
+from polarlm.attention.polar_inputs import project_inputs
 from polarlm.attention.polar_noise import (
     PARAMETERS,
-    RADIAL,
+    check_flow,
     directional_noise,
     initial_values,
     is_bounded,
     radial_noise,
 )
-from polarlm.attention.polar_step import check_retraction, directional_step, radial_step
-from polarlm.errors import UserError
+from polarlm.attention.polar_step import check_retraction, directional_step, gated_mean, radial_step
+from polarlm.attention.polar_switches import (
+    OFF,
+    UNIT,
+    at_least,
+    check_consensus,
+    check_iterations,
+    check_lift,
+    check_radial,
+    check_tie,
+    check_transport,
+    check_uncertainty,
+    idle_switches,
+)
+from polarlm.attention.tied_output import make_orthonormal, tied_output
+from polarlm.attention.uncertainty import prior_of, remembered, unused_here
 from polarlm.geometry import project
 from polarlm.geometry.multihead import PROJECTIONS, Projection
+from polarlm.geometry.sphere import Field
 
 
 class PolarAttention(Mixer):
@@ -69,6 +81,13 @@ class PolarAttention(Mixer):
         frequencies: str = "shared",
         head_gate: bool = False,
         value_residual: bool = False,
+        transport: str = "rotary",
+        radial_flow: str = "decay",
+        consensus: str | bool = "none",
+        uncertainty: str | bool = "none",
+        projector: str = "real",
+        tie_output: bool = False,
+        project_stream: str = "none",
         norm_position: str = "both",
         norm_scope: str = "per_head",
         norm_gain: str = "none",
@@ -92,40 +111,43 @@ class PolarAttention(Mixer):
         radius: float = 1.0,
         alpha: float = 1.0,
         beta: float = 0.1,
+        m_eq: float = 1.0,
         mu_r: float = 0.0,
         nu_r: float = 4.0,
         eta_rq: float = 0.316,
         eta_rk: float = 0.316,
         sigma_r0: float = 0.316,
+        prior_share: Value = 0.5,
+        context_power: Value = 0.5,
+        precision_0: Value = 1.0,
+        relax_a: Value = 1.0,
+        relax_b: Value = 0.1,
+        widen_q: Value = 0.1,
+        widen_k: Value = 0.0,
         frozen: Sequence[str] = ("alpha",),
         backend: str = "auto",
     ) -> None:
+        given = {name: value for name, value in locals().items() if name in PARAMETERS}
         super().__init__(shape)
-        self.kernel = choice("kernel", kernel, KERNELS)
+        self.kernel = choice("kernel", kernel, PLAIN_KERNELS)
         self.projection = cast(Projection, choice("projection", projection, PROJECTIONS))
         # Words that YAML leaves alone; `off` and `on`, which it reads as booleans, are still understood.
-        self.radial = choice("radial", radial, ("none", "own", "shared"), {"off": "none", "false": "none"})
-        also = {"on": "own", "true": "own", "off": "unit", "false": "unit"}
-        self.magnitude = choice("magnitude", magnitude, ("own", "unit"), also) == "own"
+        self.radial = choice("radial", radial, ("none", "own", "shared"), OFF)
+        self.magnitude = choice("magnitude", magnitude, ("own", "unit"), UNIT) == "own"
         self.norm_position = choice("norm_position", norm_position, ("post", "pre", "both"))
         self.norm_scope = choice("norm_scope", norm_scope, ("global", "per_head"))
-        if lift not in (1, 2):
-            raise UserError(
-                f"block.lift is {lift}; allowed: 1 (parameter parity with standard), 2 (the paper's d -> 2d)."
-            )
         self.residual_form = check_residual_form(residual_form, kernel)
         self.radial_correlation = choice("radial_correlation", radial_correlation, RADIAL_CORRELATIONS)
         self.retract = check_retraction(retract, projection, norm_values)
-        self.alpha_over_m, self.irls_steps = alpha_over_m, _at_least("irls_steps", irls_steps, 1)
-        if kernel == "gaussian" and irls_steps > 1:
-            raise UserError(f"block.irls_steps={irls_steps} needs residuals, and block.kernel=gaussian ignores them.")
-        self.evidence_clamp = None if evidence_clamp is None else _at_least("evidence_clamp", evidence_clamp, 0)
-        self.lift, self.rotate_values, self.norm_values, self.backend = lift, rotate_values, norm_values, backend
-        if self.radial != "none" and not (self.magnitude and norm_values):
-            raise UserError(
-                f"block.radial={radial} estimates the magnitude of normalised values; it needs block.magnitude=own and "
-                "block.norm_values=true. Set those, or block.radial=none."
-            )
+        self.consensus = check_consensus(consensus, CONSENSUS, projection, norm_values, residual_form)
+        self.uncertainty = check_uncertainty(uncertainty, projection)
+        self.projector = cast(Field, choice("projector", projector, ("real", "complex")))
+        self.project_stream = choice("project_stream", project_stream, ("none", "attention", "both"))
+        self.alpha_over_m, self.irls_steps = alpha_over_m, check_iterations(irls_steps, kernel)
+        self.evidence_clamp = None if evidence_clamp is None else at_least("evidence_clamp", evidence_clamp, 0)
+        self.lift, self.rotate_values, self.backend = check_lift(lift), rotate_values, backend
+        self.norm_values = check_radial(self.radial, self.magnitude, norm_values)
+        self.radial_flow = choice("radial_flow", radial_flow, ("decay", "equilibrium"))
         # Only `both` gets a normalised stream; `post` needs it raw, `pre` splits off its magnitude itself.
         self.pre_norm = norm_position == "both"
         self.frequencies = Frequencies(frequencies, shape, self.rotary_dim)
@@ -138,25 +160,33 @@ class PolarAttention(Mixer):
         self.v = linear(d, groups * size, d**-0.5 if norm_values else shape.initial.hidden(d))
         if not value_weight_decay:  # nothing but m would drift
             self.v.optim_group = "no_decay"  # type: ignore[assignment]
-        self.out = linear(heads * size, d, shape.initial.residual(heads * size))
+        self.tie_output = check_tie(tie_output, norm_position, shape.layer)
+        self.calibrated = not tie_output
+        if tie_output:
+            make_orthonormal(self.v)
+        else:
+            self.out = linear(heads * size, d, shape.initial.residual(heads * size))
         self.head_gate = HeadGate(shape, raw_stream=not self.pre_norm) if head_gate else None
         self.value_residual = ValueResidual(shape) if value_residual else None
         # One gain per channel, shared by the heads, as in QK-norm; the paper has none (|q| = |k| = r).
         learned_gain = choice("norm_gain", norm_gain, ("none", "channel")) == "channel" and self.qk is not None
         self.q_gain = nn.Parameter(torch.ones(size)) if learned_gain else None
         self.k_gain = nn.Parameter(torch.ones(size)) if learned_gain else None
+        check_transport(transport, TRANSPORTS, kernel, rotate_values)
+        self.transport = None if transport == "rotary" else ContentTransport(transport, shape, size)
 
-        given = dict(nu_t=nu_t, tau=tau, eta_tq=eta_tq, eta_tk=eta_tk, sigma_t0=sigma_t0, m_inf=m_inf, mu=mu)
-        given |= dict(radius=radius, alpha=alpha, beta=beta)
-        given |= dict(mu_r=mu_r, nu_r=nu_r, eta_rq=eta_rq, eta_rk=eta_rk, sigma_r0=sigma_r0)
         values = initial_values(kernel, heads, size, mu_spread, given)
         self.bounded = is_bounded(values)
+        check_flow(self.radial_flow, values)
         if not self.pre_norm:
-            self.input_rms = self._stream_rms()
+            # Of a fresh model's stream where this layer reads it: embedding plus what came before.
+            self.input_rms = math.hypot(shape.stream_std, shape.initial.added_rms(d, shape.layer))
         values["gain"] = torch.tensor(1 / self.input_rms)
-        idle = self.without_effect() | ({"mu_r"} if mu_r == 0 else set())  # magnitudes that do not decay have no rate
+        idle = self.without_effect() | unused_here(self.uncertainty, shape.layer)
+        # Magnitudes that do not decay have no rate, and variances that are not widened no share.
+        idle |= {name for name in ("mu_r", "widen_q", "widen_k") if not values[name].any()}
         used = {name: value for name, value in values.items() if name not in idle}
-        self.estimator = Estimator(used, frozen, PARAMETERS)
+        self.estimator = Estimator(used, frozen, PARAMETERS, FRACTIONS)
 
     @property
     def rotary_dim(self) -> int:
@@ -170,16 +200,19 @@ class PolarAttention(Mixer):
             q, k = self.qk(x).split([self.rotary_dim * n for n in (self.shape.n_head, self.shape.n_kv_head)], dim=-1)
             return self.out(decode(decoder, context, q, k, self.v(x)))
         parameters = self.estimator.read()
-        q, k, v, m = self._project(x, parameters, context)  # step 1
+        seen, q, k, v, m = project_inputs(self, x, parameters, context)  # step 1
 
-        turns: Turns = self.frequencies(context)  # step 2
-        q_turned, k_turned = rotate(q, *turns.queries), rotate(k, *turns.keys)
-        v_turned = rotate(v, *turns.keys) if self.rotate_values else v
+        frame = CommonFrame(self.frequencies(context))  # step 2
+        if self.transport is not None:
+            frame = self.transport(seen, frame.turns, self.frequencies, context.cache)
+        q_turned, k_turned = frame.of_queries(q), frame.of_keys(k)
+        v_turned = frame.of_keys(v) if self.rotate_values else v
         m_seen = m
         if context.cache is not None:
             k_turned, v_turned, stored = context.cache.append(k_turned, v_turned, m)
             m_seen = m if stored is None else stored
 
+        prior = prior_of(x, context, self.shape.layer, parameters) if self.uncertainty == "carry" else None
         record = context.record
         call = RobustCall(
             q_turned,
@@ -191,8 +224,12 @@ class PolarAttention(Mixer):
             magnitude=m_seen if self.magnitude else torch.ones_like(m_seen),
             residual_form=self.residual_form,
             radial_mode="off" if self.radial == "none" else self.radial,
-            radial=radial_noise(parameters, self.radial),
+            radial=radial_noise(parameters, self.radial, self.consensus),
             radial_correlation=self.radial_correlation,
+            equilibrium=parameters.get("m_eq"),
+            consensus=self.consensus,
+            log_query_variance=None if prior is None else prior.log_variance("q"),
+            log_key_variance=None if prior is None else remembered(context, prior.log_variance("k")),
             bounded=self.bounded,
             documents=context.documents,
             dropout=self.shape.dropout if self.training else 0.0,
@@ -201,13 +238,18 @@ class PolarAttention(Mixer):
         for _ in range(self.irls_steps - 1):
             call = self._refined(call, parameters)
         output = robust_attention(call, self.backend if record is None else "reference")  # steps 3 to 6
-        v_bar = rotate(output.v_bar, *turns.queries, inverse=True) if self.rotate_values else output.v_bar
+        v_bar = frame.leave(output.v_bar) if self.rotate_values else output.v_bar
 
         # Step 7. Grouped value heads stand for each of their query heads (B, T, H, Dh).
         group, wide = v_bar.shape[1] // v.shape[1], torch.promote_types(v.dtype, torch.float32)
         own = (v if group == 1 else v.repeat_interleave(group, dim=1)).transpose(1, 2).to(wide)
         mean, log_evidence = v_bar.transpose(1, 2).to(wide), output.log_evidence.transpose(1, 2)
-        tangent = project(own, mean, log_evidence, self.projection, self.evidence_clamp)
+        if output.gate is not None:
+            mean = gated_mean(own, mean, output.gate.transpose(1, 2))
+            v_bar = mean.transpose(1, 2)
+        if prior is not None:
+            mean, log_evidence = prior.fuse(own, mean, log_evidence, context)
+        tangent = project(own, mean, log_evidence, self.projection, self.evidence_clamp, self.projector)
         step = directional = directional_step(
             own, mean, tangent, m, parameters["alpha"], alpha_over_m=self.alpha_over_m, retraction=self.retract
         )
@@ -217,86 +259,42 @@ class PolarAttention(Mixer):
 
         if record is not None:
             record.update(q=q, k=k, v=v, magnitude=m, v_bar=v_bar, update=directional.transpose(1, 2))
-            record.update(params=parameters, **turns.recorded())
+            record.update(params=parameters, **frame.recorded(v_turned))
             record_estimate(record, output)
+            if self.kernel == "student_mle":  # the power of its robust weight, nu + 1 in `student`
+                record["power"] = torch.ones_like(parameters["nu_t"])
             if output.m_bar is not None:
                 record["delta_m"] = delta_m
         if self.head_gate is not None:
             step = step * self.head_gate(x).unsqueeze(-1)
-        return self.out(step.flatten(-2).to(v.dtype))  # step 8
+        step = step.to(v.dtype)
+        return tied_output(step, self.v, group) if self.tie_output else self.out(step.flatten(-2))  # step 8
 
     def _refined(self, call: RobustCall, parameters: dict[str, Tensor]) -> RobustCall:
         """One iteration of reweighting (Appendix E): what the keys agree on takes the query's place."""
-        consensus = replace(call, v=call.k, radial_mode="off", dropout=0.0, return_weights=False)
-        _, q = on_sphere(robust_attention(consensus, self.backend).v_bar, parameters["radius"] * 0.5**0.5)
+        of_keys = replace(call, v=call.k, radial_mode="off", radial_correlation="qk", dropout=0.0, return_weights=False)
+        _, q = on_sphere(robust_attention(of_keys, self.backend).v_bar, parameters["radius"] * 0.5**0.5)
         return replace(call, q=q)
-
-    def _project(
-        self, x: Tensor, parameters: dict[str, Tensor], context: TokenContext
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Step 1: q, k, v (B, heads, T, Dh) on their spheres, magnitude m (B, T)."""
-        heads, groups, size = self.shape.n_head, self.shape.n_kv_head, self.rotary_dim
-        m = None
-        if self.norm_position == "post":
-            x = parameters["gain"] * x
-        elif self.norm_position == "pre":  # the sphere is the stream's, and so is the magnitude: m = |z|
-            m, x = on_sphere(x, 1.0)
-            m = parameters["gain"] * m
-        v = self.v(x) if self.value_residual is None else self.value_residual(self.v(x), context)
-        length, direction = on_sphere(v, 1.0)
-        m = length if m is None else m
-        v = direction if self.norm_values else v
-        v, m = split_heads(v, groups), m.squeeze(-1)
-        if self.qk is None:  # the Gaussian kernel weighs by precision alone: q and k have no say
-            return v.new_zeros(v.shape[0], heads, *v.shape[2:]), torch.zeros_like(v), v, m
-
-        qk = self.qk(x)
-        radius = parameters["radius"] * 0.5**0.5  # |q|^2 = s^2 d_h = s^2 Dh/2
-        if self.norm_position == "pre":
-            qk = qk * parameters["radius"].to(qk.dtype)
-        elif self.norm_scope == "global":
-            parts = qk.split([heads * size, groups * size], dim=-1)
-            qk = torch.cat([on_sphere(part, radius)[1] for part in parts], dim=-1)
-        qk = split_heads(qk, heads + groups)
-        if self.norm_position != "pre" and self.norm_scope == "per_head":
-            _, qk = on_sphere(qk, radius)
-        q, k = qk.split([heads, groups], dim=1)
-        if self.q_gain is not None and self.k_gain is not None:
-            q, k = q * self.q_gain.to(q.dtype), k * self.k_gain.to(k.dtype)
-        return q, k, v, m
 
     def without_effect(self) -> set[str]:
         """Parameters and switches that the other switches leave no use for; such parameters are not created."""
-        idle = {"student": {"tau"}, "exponential": {"nu_t"}, "gaussian": {"nu_t", "tau", "eta_tq", "radius"}}[
-            self.kernel
-        ]
-        idle |= {"none": set(RADIAL), "shared": set(RADIAL) - {"beta", "mu_r"}, "own": set()}[self.radial]
-        idle |= {"gain"} if self.norm_position == "both" else set()
-        idle |= {"radial_correlation"} if self.radial == "none" else set()
-        idle |= {"evidence_clamp"} if self.projection != "evidence" else set()
-        if self.kernel == "gaussian":
-            idle |= {"norm_scope", "norm_gain", "residual_form"}
-        return idle | ({"norm_scope"} if self.norm_position == "pre" else set())
-
-    def _stream_rms(self) -> float:
-        """RMS of a fresh model's residual stream where this layer reads it: embedding plus what came before."""
-        return math.hypot(self.shape.stream_std, self.shape.initial.added_rms(self.shape.d_model, self.shape.layer))
+        return idle_switches(self)
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> KeyValueCache:
         """Rotated keys, values and their magnitudes."""
         return KeyValueCache(batch, self.shape.n_kv_head, length, self.rotary_dim, device, dtype, magnitude=True)
 
     def flops_per_token(self, context: int) -> int:
-        """Projections, robust attention once per reweighting, and the correlation of the radial channel."""
-        layers = [layer for layer in (self.qk, self.v, self.out) if layer is not None]
+        """Projections, robust attention once per reweighting, correlations, gates, and transport by content."""
+        # A tied output is the value projection once more.
+        layers = [layer for layer in (self.qk, self.v, self.v if self.tie_output else self.out) if layer is not None]
         correlation = self.radial_correlation if self.radial != "none" else None
         attention = robust_flops(context, self.shape.n_head, self.rotary_dim, correlation)
         attention += (self.irls_steps - 1) * robust_flops(context, self.shape.n_head, self.rotary_dim)
         attention += self.head_gate.flops_per_token() if self.head_gate is not None else 0
+        gate = self.consensus, self.radial_correlation
+        attention += self.irls_steps * gate_flops(context, self.shape.n_head, self.rotary_dim, *gate)
+        if self.transport is not None:  # keys and queries go in, values too and their estimates out again
+            moved = (1 + self.rotate_values) * (self.shape.n_head + self.shape.n_kv_head)
+            attention += self.transport.flops_per_token(moved)
         return 2 * sum(layer.weight.numel() for layer in layers) + attention
-
-
-def _at_least(name: str, value: Any, lowest: int) -> Any:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= lowest:
-        raise UserError(f"block.{name} is {value!r}; it must be a number of at least {lowest}.")
-    return value

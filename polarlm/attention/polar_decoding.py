@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 # Switches that the recipe passes on whatever they are, and those that must have the value given here. A test holds both
 # together against the block's signature, so that a new switch has to say which it is.
 PASSED_ON = ("projection", "radial", "radial_correlation", "rotate_values", "lift", "evidence_clamp", "alpha_over_m",
-             "residual_form", "value_weight_decay", "frozen")  # fmt: skip
+             "residual_form", "value_weight_decay", "project_stream", "frozen")  # fmt: skip
 REQUIRED = {
     "norm_position": "both",
     "norm_scope": "per_head",
@@ -26,6 +26,12 @@ REQUIRED = {
     "frequencies": "shared",
     "head_gate": None,
     "value_residual": None,
+    "transport": None,
+    "radial_flow": "decay",
+    "consensus": "none",
+    "uncertainty": "none",
+    "projector": "real",
+    "tie_output": False,
 }
 
 
@@ -33,7 +39,7 @@ def polar_recipe(mixer: PolarAttention) -> Recipe | None:
     """The recipe with the values that the scalars have now."""
     switches = {name: getattr(mixer, name) for name in REQUIRED if name not in ("norm_gain", "frequencies")}
     switches |= {"norm_gain": "none" if mixer.q_gain is None else "channel", "frequencies": mixer.frequencies.kind}
-    if switches != REQUIRED or mixer.kernel == "gaussian":
+    if switches != REQUIRED or mixer.kernel not in ("student", "exponential"):
         return None
     scalars = mixer.estimator.read()
     return Recipe(

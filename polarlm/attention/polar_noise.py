@@ -10,9 +10,11 @@ from torch import Tensor
 
 from polarlm.attention.estimator import NOISE_SPLIT, decay_rates, matched_variance, per_head, refuse_noiseless, scalar
 from polarlm.attention.kernels import DirectionalNoise, RadialNoise
+from polarlm.errors import UserError
 
-PER_HEAD = ("nu_t", "tau")
-PER_LAYER = ("radius", "m_inf", "mu_r", "nu_r", "eta_rq", "eta_rk", "sigma_r0", "alpha", "beta")
+CARRIED = ("prior_share", "context_power", "precision_0", "relax_a", "relax_b", "widen_q", "widen_k")
+PER_HEAD = ("nu_t", "tau", *CARRIED)
+PER_LAYER = ("radius", "m_inf", "m_eq", "mu_r", "nu_r", "eta_rq", "eta_rk", "sigma_r0", "alpha", "beta")
 MATCHED = {"eta_tk": "k", "eta_tq": "q", "sigma_t0": "0"}  # left as None, they share the matched variance
 RADIAL = ("mu_r", "nu_r", "eta_rq", "eta_rk", "sigma_r0", "beta")
 PARAMETERS = (*PER_HEAD, *MATCHED, "mu", *PER_LAYER, "gain")
@@ -38,6 +40,15 @@ def is_bounded(values: Mapping[str, Tensor]) -> bool:
     return not bool(((values["sigma_t0"] == 0) & (values["mu"] > 0) & (values["m_inf"] > 0)).any())
 
 
+def check_flow(flow: str, values: Mapping[str, Tensor]) -> None:
+    """Magnitudes flow to their equilibrium at the decay rates: without any they would stay."""
+    if flow == "equilibrium" and not bool((values["mu"] > 0).any()) and values["mu_r"] == 0:
+        raise UserError(
+            "block.radial_flow=equilibrium moves magnitudes at the rates block.mu and block.mu_r, and both are 0; "
+            "make one positive, or set block.radial_flow=decay."
+        )
+
+
 def directional_noise(parameters: Mapping[str, Tensor]) -> DirectionalNoise:
     """Variances of the directional channel from its deviations."""
     mu = parameters["mu"]
@@ -52,13 +63,16 @@ def directional_noise(parameters: Mapping[str, Tensor]) -> DirectionalNoise:
     )
 
 
-def radial_noise(parameters: Mapping[str, Tensor], mode: str) -> RadialNoise | None:
-    """Variances of the radial channel; None without one."""
-    if mode == "none":
+def radial_noise(parameters: Mapping[str, Tensor], mode: str, consensus: str = "none") -> RadialNoise | None:
+    """Variances of the radial channel; None without one. The gate of Appendix G.1 needs rho alone."""
+    if mode == consensus == "none":
         return None
-    mu = parameters["mu_r"] if "mu_r" in parameters else torch.zeros_like(parameters["beta"])
+    zero = torch.zeros_like(parameters["m_inf"])
+    mu = parameters.get("mu_r", zero)
+    if mode != "own" and consensus != "none":
+        eta_k2, sigma02 = parameters["eta_rk"].square(), parameters["sigma_r0"].square()
+        return RadialNoise(mu=mu, eta_k2=eta_k2, eta_q2=zero, sigma02=sigma02, nu=zero + 1)
     if mode == "shared":
-        zero = torch.zeros_like(mu)
         return RadialNoise(mu=mu, eta_k2=zero, eta_q2=zero, sigma02=zero + 1, nu=zero + 1)
     return RadialNoise(
         mu=mu,

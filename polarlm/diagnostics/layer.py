@@ -56,7 +56,12 @@ class Layer:
 
     def transported(self) -> Tensor:
         """The values as the others see them: turned into the common frame when the block rotates values."""
-        return self.values if self.rotary is None else rotate(self.values, *self.rotary)
+        if self.rotary is None:
+            return self.values
+        if "v_common" in self.record:
+            common = wide(self.record["v_common"])
+            return common.repeat_interleave(self.values.shape[1] // common.shape[1], dim=1)
+        return rotate(self.values, *self.rotary)
 
 
 def read_layer(record: Record, *, rotates_values: bool, documents: Tensor | None) -> Layer:

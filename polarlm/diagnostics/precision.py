@@ -24,7 +24,18 @@ def precision_values(layer: Layer) -> dict[str, Tensor]:
     }
     if evidence.shape[1] > 1:  # what the evidence projection (Prop. 5) can make use of
         values["log_evidence_spread"] = evidence.std(1).mean()
-    return values | _robust_values(layer)
+    return values | _robust_values(layer) | _extension_values(layer)
+
+
+def _extension_values(layer: Layer) -> dict[str, Tensor]:
+    """Of Appendix G: the gate (G.1) that attention meets on average, and what precision does between layers (G.3)."""
+    names = [n for n in ("log_prior_precision", "log_posterior_precision", "fusion_step") if n in layer.record]
+    values = {name: wide(layer.record[name]).mean((0, 2)) for name in names}
+    if "gated_weights" in layer.record:
+        gated = wide(layer.record["gated_weights"])
+        values["gate"] = gated.sum(-1).mean((0, 2))
+        values["gate_negative_share"] = torch.where(gated < 0, layer.weights, 0.0).sum(-1).mean((0, 2))
+    return values
 
 
 def log_precisions(layer: Layer) -> dict[str, Tensor]:
@@ -56,7 +67,8 @@ def _robust_values(layer: Layer) -> dict[str, Tensor]:
 def _outlier_bound(layer: Layer) -> Tensor | None:
     # A pair is an outlier when its distance exceeds the kernel's own scale: x/ν > 1 (Student-t) or x/τ > 1.
     if "nu_t" in layer.parameters:
-        bound = torch.exp(-(layer.parameters["nu_t"] + 1) * math.log(2.0))
+        power = layer.record.get("power", layer.parameters["nu_t"] + 1)
+        bound = torch.exp(-power * math.log(2.0))
     elif "tau" in layer.parameters:
         bound = torch.full_like(layer.parameters["tau"], math.exp(-1.0))
     else:

@@ -11,6 +11,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from polarlm.geometry.sphere import Field
+from polarlm.geometry.transport import to_complex, to_real
+
 Projection = Literal["none", "per_head", "global", "evidence"]
 PROJECTIONS: tuple[str, ...] = ("none", "per_head", "global", "evidence")
 
@@ -21,13 +24,17 @@ def project(
     log_evidence: Tensor | None = None,
     mode: Projection = "evidence",
     clamp: float | None = None,
+    field: Field = "real",
 ) -> Tensor:
     """The directional update of every head: v, v_bar (..., H, Dh), log_evidence (..., H), result (..., H, Dh).
 
-    `clamp` bounds the spread of the log evidence over the heads, see `project_evidence`.
+    `clamp` bounds the spread of the log evidence over the heads, see `project_evidence`. The constraint is <v, D> = 0;
+    field="complex" asks for v^dagger D = 0, which removes two real dimensions (docs/theory.md E7).
     """
     if mode == "none":
         return v_bar
+    if field == "complex":
+        return to_real(project(to_complex(v), to_complex(v_bar), log_evidence, mode, clamp))
     if mode == "per_head":
         return project_per_head(v, v_bar)
     if mode == "global":
@@ -41,13 +48,13 @@ def project(
 
 def project_per_head(v: Tensor, v_bar: Tensor) -> Tensor:
     """XSA: every head's v_bar_h without its component along v_h."""
-    return torch.addcmul(v_bar, v, _dot(v, v_bar) / _floor(_dot(v, v)), value=-1)
+    return torch.addcmul(v_bar, v, _dot(v, v_bar) / _floor(_dot(v, v).real), value=-1)
 
 
 def project_global(v: Tensor, v_bar: Tensor) -> Tensor:
     """P_T(v) v_bar with the whole vector: one component removed over all heads together (Eq. rt_transformer_update)."""
     along = _dot(v, v_bar).sum(-2, keepdim=True)
-    squared_radius = _dot(v, v).sum(-2, keepdim=True)
+    squared_radius = _dot(v, v).real.sum(-2, keepdim=True)
     return torch.addcmul(v_bar, v, along / _floor(squared_radius), value=-1)
 
 
@@ -62,7 +69,7 @@ def project_evidence(v: Tensor, v_bar: Tensor, log_evidence: Tensor, clamp: floa
     """
     if clamp is not None:
         log_evidence = torch.maximum(log_evidence, log_evidence.amax(-1, keepdim=True) - clamp)
-    squared_radius = _dot(v, v)
+    squared_radius = _dot(v, v).real
     # delta, not v_bar: the two differ as soon as heads differ in evidence (test H5).
     along = (_dot(v, v_bar) - squared_radius).sum(-2, keepdim=True)
     shares = correction_shares(squared_radius.squeeze(-1), log_evidence).unsqueeze(-1)
@@ -82,7 +89,7 @@ def correction_shares(squared_radius: Tensor, log_evidence: Tensor) -> Tensor:
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return torch.linalg.vecdot(a, b).unsqueeze(-1)
+    return torch.linalg.vecdot(a, b).unsqueeze(-1)  # a^dagger b of complex vectors
 
 
 def _floor(squared_norm: Tensor) -> Tensor:

@@ -34,10 +34,11 @@ def log_kappa(
     eta_k2: Scalar,
     sigma02: Scalar,
     m_inf2: Scalar = 0.0,
+    m_eq: Scalar | None = None,
     process2: Scalar | None = None,
 ) -> Tensor:
     """Log of the directional precision kappa; magnitude=None makes the numerator 1 (isotropic RFA)."""
-    return log_information(magnitude, lag, mu, m_inf2) - log_variance(lag, mu, eta_k2, sigma02, process2)
+    return log_information(magnitude, lag, mu, m_inf2, m_eq) - log_variance(lag, mu, eta_k2, sigma02, process2)
 
 
 def log_kappa_tilde(magnitude: Tensor | None, lag: Tensor, *, eta_q2: Scalar, sigma02: Scalar, **noise: Any) -> Tensor:
@@ -61,12 +62,22 @@ def prior_depth(magnitude: Scalar, *, eta_k2: Scalar, sigma02: Scalar, m_inf2: S
     return near - (log_or_minus_infinity(m_inf2) - log_or_minus_infinity(sigma02))
 
 
-def log_information(magnitude: Tensor | None, lag: Tensor, mu: Scalar, m_inf2: Scalar) -> Tensor:
-    """log(m^2 E^2 + m_inf^2), the numerator of kappa."""
+def log_information(
+    magnitude: Tensor | None, lag: Tensor, mu: Scalar, m_inf2: Scalar, m_eq: Scalar | None = None
+) -> Tensor:
+    """log(m^2 E^2 + m_inf^2), the numerator of kappa; with an equilibrium the flow of `carried_magnitude` in it."""
     if magnitude is None:
         return torch.zeros_like(lag)
-    log_m2 = 2 * magnitude.clamp_min(MIN_MAGNITUDE).log()
-    return torch.logaddexp(log_m2 - 2 * mu * lag, log_or_minus_infinity(m_inf2, lag))
+    if m_eq is not None:
+        carried = 2 * carried_magnitude(magnitude.clamp_min(MIN_MAGNITUDE), lag, mu, m_eq).log()
+    else:
+        carried = 2 * magnitude.clamp_min(MIN_MAGNITUDE).log() - 2 * mu * lag
+    return torch.logaddexp(carried, log_or_minus_infinity(m_inf2, lag))
+
+
+def carried_magnitude(magnitude: Tensor, lag: Tensor, mu: Scalar, m_eq: Scalar) -> Tensor:
+    """m_eq + (m - m_eq) E: a flow T_r (Appendix G.2) towards an equilibrium m_eq > 0 instead of the decay m E."""
+    return m_eq + (magnitude - m_eq) * torch.exp(-mu * lag)
 
 
 def log_variance(lag: Tensor, mu: Scalar, eta_k2: Scalar, floor2: Scalar, process2: Scalar | None = None) -> Tensor:

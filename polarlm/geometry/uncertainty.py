@@ -42,7 +42,12 @@ def log_kappa_tilde_of_uncertain_query(log_kappa_tilde: Tensor, log_prior: Tenso
 
     In variances this is eta_q^2 + c m^2/P-. The printed eta_q^2 + c/P- adds an angle to a length (docs/theory.md E33).
     """
-    return -torch.logaddexp(-log_kappa_tilde, _log(c, log_prior) - log_prior)
+    return widened(log_kappa_tilde, _log(c, log_prior) - log_prior)
+
+
+def widened(log_precision: Tensor, log_variance: Tensor) -> Tensor:
+    """log of 1 / (1/precision + variance)."""
+    return -torch.logaddexp(-log_precision, log_variance)
 
 
 def _log(value: Scalar, like: Tensor) -> Tensor:

@@ -13,12 +13,18 @@ from polarlm.geometry import rotary_tables
 from polarlm.model.gpt import document_positions
 
 SWITCHES = {
-    "kernel": ["student", "exponential", "gaussian"],
+    "kernel": ["student", "exponential", "gaussian", "student_mle"],
     "projection": ["none", "per_head", "global", "evidence"],
     "radial": ["none", "own", "shared"],
     "radial_correlation": ["vv", "qk", "one"],
     "rotate_values": [True, False],
     "frequencies": ["shared", "per_head", "learned"],
+    "transport": ["rotary", "phases", "unitary"],
+    "consensus": ["none", "none", "gate", "complex"],
+    "uncertainty": ["none", "none", "carry"],
+    "projector": ["real", "real", "complex"],
+    "tie_output": [False, False, True],
+    "radial_flow": ["decay", "equilibrium"],
     "norm_position": ["post", "pre", "both"],
     "norm_scope": ["global", "per_head"],
     "norm_gain": ["none", "channel"],
@@ -42,7 +48,14 @@ def legal(s: dict) -> bool:
     """Whether the block accepts the combination (test_polar.py tests the refusals)."""
     if s["radial"] != "none" and (s["magnitude"] != "own" or not s["norm_values"]):
         return False
-    if s["radial"] != "none" and s["radial_correlation"] == "qk" and s["kernel"] == "gaussian":
+    if s["uncertainty"] == "carry" and s["projection"] == "none":
+        return False
+    if s["transport"] != "rotary" and s["kernel"] == "gaussian" and not s["rotate_values"]:
+        return False
+    correlated = s["radial"] != "none" or s["consensus"] != "none"
+    if correlated and s["radial_correlation"] == "qk" and s["kernel"] == "gaussian":
+        return False
+    if s["consensus"] != "none" and (s["projection"] == "none" or not s["norm_values"] or s["residual_form"] != "full"):
         return False
     if s["retract"] != "none" and not s["norm_values"]:
         return False
@@ -62,7 +75,7 @@ def draw(number: int) -> tuple[dict, dict]:
         switches = {key: generator.choice(values) for key, values in SWITCHES.items()}
         if legal(switches):
             rest = {"groups": generator.choice([4, 2]), "packed": generator.random() < 0.3}
-            return switches, rest | {"mu_r": generator.choice([0.0, 0.1])}
+            return switches, rest | {"mu_r": generator.choice([0.0, 0.1]), "widen_k": generator.choice([0.0, 0.3])}
 
 
 @pytest.mark.parametrize("number", range(SAMPLES))
@@ -71,12 +84,14 @@ def test_polar_is_the_papers_algorithm(number):
     print(f"POLARLM_ORACLE_SEED={SEED} combination {number}: {switches} {other}")
     shape = MixerShape(WIDTH, HEADS, other["groups"], WIDTH // HEADS, layer=1, n_layer=3, rope_base=100.0)
     torch.manual_seed(number)
-    scalars = dict(mu=0.2, nu_t=[1.0, 2.0, 3.0, 5.0], tau=0.8, alpha=0.7, beta=0.3, mu_r=other["mu_r"])
-    mixer = PolarAttention(shape, **scalars, **switches).double()
+    scalars = dict(mu=0.2, m_eq=0.6, nu_t=[1.0, 2.0, 3.0, 5.0], tau=0.8, alpha=0.7, beta=0.3)
+    mixer = PolarAttention(shape, **scalars, **switches, mu_r=other["mu_r"], widen_k=other["widen_k"]).double()
     with torch.no_grad():
         for name, parameter in mixer.named_parameters():
             if "log_frequency" in name or "gain" in name or "estimator" in name:
                 parameter.add_(0.2 * torch.randn_like(parameter))
+            elif "transport.angles" in name:  # fresh ones are zero
+                parameter.normal_()
             else:
                 parameter.mul_(2.0)
     x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64)
@@ -84,14 +99,18 @@ def test_polar_is_the_papers_algorithm(number):
     positions = torch.arange(TOKENS) if documents is None else document_positions(documents)
     rotary = rotary_tables(positions, mixer.rotary_dim, shape.rope_base, dtype=torch.float64)
     with torch.no_grad():
-        actual = mixer(x, TokenContext(rotary, documents, positions=positions)).numpy()
+        before = torch.randn(2, TOKENS, HEADS, dtype=torch.float64)
+        shared = {"log_precision_0": before}  # what the layer before would have left
+        actual = mixer(x, TokenContext(rotary, documents, positions=positions, shared=shared)).numpy()
 
     weights = {name.removesuffix(".weight"): value.numpy() for name, value in mixer.state_dict().items()}
+    weights["v"] = mixer.v.weight.detach().numpy()  # orthonormal where it is tied
     weights["log_frequency"] = weights.get("frequencies.log_frequency")
     scalars = {name: value.detach().numpy() for name, value in mixer.estimator.read().items()}
     for row in range(2):
         ids = None if documents is None else documents[row].numpy()
+        sizes = dict(heads=HEADS, groups=other["groups"], base=100.0)
         expected = polar_attention(
-            x[row].numpy(), weights, scalars, switches, heads=HEADS, groups=other["groups"], base=100.0, documents=ids
+            x[row].numpy(), weights, scalars, switches, **sizes, documents=ids, before=before[row].numpy()
         )
         np.testing.assert_allclose(actual[row], expected, rtol=1e-8, atol=1e-10 * np.abs(expected).max())

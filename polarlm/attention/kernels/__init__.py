@@ -15,7 +15,16 @@ import torch
 
 from polarlm.errors import UserError
 
-from .call import KERNELS, RADIAL_CORRELATIONS, AttentionOutput, RobustCall, Weights, check_residual_form
+from .call import (
+    CONSENSUS,
+    KERNELS,
+    PLAIN_KERNELS,
+    RADIAL_CORRELATIONS,
+    AttentionOutput,
+    RobustCall,
+    Weights,
+    check_residual_form,
+)
 from .flex_backend import flex_attention, flex_obstacle
 from .native_backend import native_attention, native_obstacle
 from .noise import DirectionalNoise, RadialNoise
@@ -26,7 +35,9 @@ from .triton_backend import triton_attention, triton_obstacle
 
 __all__ = [
     "BACKENDS",
+    "CONSENSUS",
     "KERNELS",
+    "PLAIN_KERNELS",
     "RADIAL_CORRELATIONS",
     "AttentionOutput",
     "DirectionalNoise",

@@ -16,10 +16,12 @@ from polarlm.errors import UserError
 
 from .noise import DirectionalNoise, RadialNoise
 
-KERNELS = ("student", "exponential", "gaussian")
+KERNELS = ("student", "exponential", "gaussian")  # of every backend, in the order in which native code numbers them
+PLAIN_KERNELS = (*KERNELS, "student_mle")  # of plain torch
 RADIAL_MODES = ("off", "own", "shared")
 RADIAL_CORRELATIONS = ("vv", "qk", "one")
 RESIDUAL_FORMS = ("full", "dot")
+CONSENSUS = ("none", "gate", "complex")
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,13 @@ class RobustCall:
     radial: RadialNoise | None = None
     # c_ij of the radial channel: vv is ⟨v_i,v_j⟩/D; qk is Σ_h⟨q_h,k_h⟩/‖q‖‖k‖, the paper's; one is 1, its small angles
     radial_correlation: str = "vv"
+    equilibrium: Tensor | None = None  # (): magnitudes flow towards it instead of decaying
+    # Appendix G.1 (needs the radial noise): gate is the real correlation's, complex the complex one's; the residual is
+    # then the exact angular one, and c_ij of the gate is per head what radial_correlation says
+    consensus: str = "none"
+    # Appendix G.3: logarithms of angular variances that widen 1/κ̃ of a query, and 1/κ and 1/κ̃ of a key
+    log_query_variance: Tensor | None = None  # (B,H,T)
+    log_key_variance: Tensor | None = None  # (B,H,S)
     bounded: bool = True  # False where κ grows without limit: no noise floor, but decay and information that stays
     documents: Tensor | None = None  # (B,S)
     dropout: float = 0.0
@@ -58,6 +67,19 @@ class RobustCall:
         """d_h, the complex modes of a head: the scale of the residual."""
         return self.q.shape[3] / 2
 
+    @property
+    def only_plain(self) -> str | None:
+        """What in this call only plain torch computes (reference, streaming), or None."""
+        if self.equilibrium is not None:
+            return "the fast kernels only know block.radial_flow=decay"
+        if self.consensus != "none":
+            return f"the fast kernels do not know block.consensus={self.consensus}"
+        if self.log_query_variance is not None or self.log_key_variance is not None:
+            return "the fast kernels do not know variances that every token brings along (block.uncertainty=carry)"
+        if self.kernel == "student_mle":
+            return "the fast kernels do not know block.kernel=student_mle"
+        return None
+
     def cosine(self) -> Tensor:
         """c_ij of the radial channel, (B,T,S) or (1,1,1): all heads together."""
         if self.radial_correlation == "one":
@@ -72,20 +94,24 @@ class RobustCall:
     def check(self) -> None:
         """Refuse what no backend can compute."""
         for key, value, allowed in (
-            ("kernel", self.kernel, KERNELS),
+            ("kernel", self.kernel, PLAIN_KERNELS),
             ("radial", self.radial_mode, RADIAL_MODES),
             ("radial_correlation", self.radial_correlation, RADIAL_CORRELATIONS),
+            ("consensus", self.consensus, CONSENSUS),
         ):
             if value not in allowed:
                 raise UserError(f"block.{key} is {value!r}; it must be one of {', '.join(allowed)}.")
         check_residual_form(self.residual_form, self.kernel)
-        if self.kernel == "student" and self.noise.nu is None:
-            raise UserError("block.kernel=student needs nu_t; set block.nu_t or choose another kernel.")
+        if self.kernel in ("student", "student_mle") and self.noise.nu is None:
+            raise UserError(f"block.kernel={self.kernel} needs nu_t; set block.nu_t or choose another kernel.")
         if self.kernel == "exponential" and self.noise.tau is None:
             raise UserError("block.kernel=exponential needs tau; set block.tau or choose another kernel.")
         if self.radial_mode != "off" and (self.radial is None or self.magnitude is None):
             raise ValueError(f"radial_mode={self.radial_mode!r} needs both the radial noise and the magnitude.")
-        if self.radial_mode != "off" and self.radial_correlation == "qk" and self.kernel == "gaussian":
+        if self.consensus != "none" and (self.radial is None or self.magnitude is None):
+            raise ValueError(f"consensus={self.consensus!r} needs both the radial noise and the magnitude.")
+        correlated = self.radial_mode != "off" or self.consensus != "none"
+        if correlated and self.radial_correlation == "qk" and self.kernel == "gaussian":
             raise UserError(
                 "block.radial_correlation=qk correlates queries and keys, and block.kernel=gaussian has none; "
                 "set block.radial_correlation=vv or one."
@@ -119,6 +145,7 @@ class AttentionOutput:
     v_bar: Tensor  # (B,H,T,Dh) Σ_j A_ij ṽ_j, still in the rotated frame
     log_evidence: Tensor  # (B,H,T) log P_attn = logsumexp_j L_ij, at least fp32
     m_bar: Tensor | None = None  # (B,T) radial estimate
+    gate: Tensor | None = None  # (B,H,T) Σ_j A_ij g_ij of Appendix G.1, complex for consensus=complex
     weights: Weights | None = None  # with return_weights
 
 
@@ -130,3 +157,4 @@ class Weights:
     log_kappa: Tensor  # (B or 1,H,T,S)
     log_kappa_tilde: Tensor  # (B or 1,H,T,S), capped as the logits use it
     radial: Tensor | None = None  # (B,T,S)
+    gated: Tensor | None = None  # (B,H,T,S) A_ij Re g_ij, what values are summed with

@@ -24,6 +24,8 @@ def flex_obstacle(call: RobustCall) -> str | None:
     """Why FlexAttention cannot do this call, or None."""
     if call.return_weights:
         return "it never holds the weights that were asked for"
+    if call.only_plain is not None:
+        return call.only_plain
     if call.dropout > 0:
         return "it does not drop weights (dropout > 0)"
     if call.decay_values:

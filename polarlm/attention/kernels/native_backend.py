@@ -61,6 +61,8 @@ def native_obstacle(call: RobustCall) -> str | None:
         return f"it runs on the CPU and these tensors are on {call.q.device.type}"
     if call.return_weights:
         return "it never holds the weights that were asked for"
+    if call.only_plain is not None:
+        return call.only_plain
     return unbuilt(call.score_dtype)
 
 

@@ -26,8 +26,8 @@ class DirectionalNoise:
     process2: Tensor | None = None  # RFA's σ̃² = σ²/2μ: adds the variance σ̃²(1−E²)
 
     def shape(self, kernel: str) -> Tensor:
-        """The kernel's own parameter (H,): ν of student, τ of exponential, 1 of gaussian, which has none."""
-        shape = {"student": self.nu, "exponential": self.tau, "gaussian": torch.ones_like(self.mu)}[kernel]
+        """The kernel's own parameter (H,): ν of Student-t, τ of exponential, 1 of gaussian, which has none."""
+        shape = {"exponential": self.tau, "gaussian": torch.ones_like(self.mu)}.get(kernel, self.nu)
         assert shape is not None, "RobustCall.check sees to it"
         return shape
 

@@ -11,10 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polarlm.geometry.precision import MAX_QUERY_PRECISION, log_kappa, log_kappa_tilde, log_rho, log_rho_tilde
+from polarlm.geometry.precision import (
+    MAX_QUERY_PRECISION,
+    carried_magnitude,
+    log_kappa,
+    log_kappa_tilde,
+    log_rho,
+    log_rho_tilde,
+    log_variance,
+)
 from polarlm.geometry.robust import causal_mask
+from polarlm.geometry.uncertainty import widened
 
 from .call import AttentionOutput, RobustCall, Weights
+from .consensus import angular_residual, gated_weights, quarter_back
 
 
 def _lags(call: RobustCall) -> Tensor:
@@ -39,11 +49,15 @@ def reference_attention(call: RobustCall) -> AttentionOutput:
 
     mu = per_head(noise.mu)
     shared = dict(mu=mu, eta_k2=per_head(noise.eta_k2), sigma02=per_head(noise.sigma02), m_inf2=per_head(noise.m_inf2))
+    if call.equilibrium is not None:
+        shared["m_eq"] = call.equilibrium.to(dtype)
     if noise.process2 is not None:
         shared["process2"] = per_head(noise.process2)
     m = None if call.magnitude is None else call.magnitude.to(dtype)[:, None, None, :]  # (B,1,1,S)
     kappa = log_kappa(m, lag, **shared)  # (B or 1,H,T,S), logarithms both
     kappa_tilde = log_kappa_tilde(m, lag, eta_q2=per_head(noise.eta_q2), **shared)
+    of_measurement = kappa  # what the gate is derived from
+    kappa, kappa_tilde = _widened(call, kappa, kappa_tilde)
     kappa_tilde = kappa_tilde.clamp_max(math.log(MAX_QUERY_PRECISION))
 
     # L = log κ + log w(x), x = κ̃‖R‖²/d_h
@@ -51,13 +65,17 @@ def reference_attention(call: RobustCall) -> AttentionOutput:
     key_decay = E if call.decay_keys else 1.0
     dots = q @ k_heads.transpose(-1, -2)
     residual = -2 * key_decay * dots
-    if call.residual_form == "full":
+    if call.consensus != "none":
+        residual = angular_residual(call, q, k_heads, dots)
+    elif call.residual_form == "full":
         squared = q.square().sum(-1)[..., :, None] + key_decay**2 * k_heads.square().sum(-1)[..., None, :]
         residual = (squared + residual).clamp_min(0)
     x = kappa_tilde.exp() * residual / call.half
     shape = per_head(noise.shape(call.kernel))  # ν or τ
     if call.kernel == "student":
         logits = kappa - (shape + 1) * torch.log1p(x / shape)
+    elif call.kernel == "student_mle":
+        logits = kappa - torch.log1p(x / shape)
     elif call.kernel == "exponential":
         logits = kappa - x / shape
     else:
@@ -66,8 +84,16 @@ def reference_attention(call: RobustCall) -> AttentionOutput:
     logits = logits.masked_fill(~allowed.unsqueeze(-3), -math.inf)
     log_evidence = logits.logsumexp(-1)
     weights = torch.exp(logits - log_evidence[..., None])
-    applied = F.dropout(weights, call.dropout)
-    v_bar = (applied * E if call.decay_values else applied) @ v_heads
+    gate = gated = None
+    if call.consensus != "none":
+        tau = -log_variance(lag, mu, shared["eta_k2"], shared["sigma02"])
+        log_weights = logits - log_evidence[..., None]
+        gated, turned = gated_weights(call, log_weights, of_measurement, tau, lag, q, k_heads, v_heads)
+        kept_pairs = F.dropout(torch.ones_like(gated), call.dropout)
+        v_bar, gate = _sum_gated(gated * kept_pairs, None if turned is None else turned * kept_pairs, v_heads)
+    else:
+        applied = F.dropout(weights, call.dropout)
+        v_bar = (applied * E if call.decay_values else applied) @ v_heads
 
     m_bar = radial_weights = None
     if call.radial_mode != "off":
@@ -75,8 +101,25 @@ def reference_attention(call: RobustCall) -> AttentionOutput:
     kept = None
     if call.return_weights:
         kappa, kappa_tilde = (x if x.dim() == 4 else x[None] for x in (kappa, kappa_tilde))
-        kept = Weights(weights, kappa, kappa_tilde, radial_weights)
-    return AttentionOutput(v_bar.to(call.v.dtype), log_evidence, m_bar, kept)
+        kept = Weights(weights, kappa, kappa_tilde, radial_weights, gated)
+    return AttentionOutput(v_bar.to(call.v.dtype), log_evidence, m_bar, gate, kept)
+
+
+def _widened(call: RobustCall, kappa: Tensor, kappa_tilde: Tensor) -> tuple[Tensor, Tensor]:
+    """log κ and log κ̃ with the angular variances that tokens bring along."""
+    if call.log_key_variance is not None:
+        of_keys = call.log_key_variance.to(kappa.dtype)[:, :, None, :]
+        kappa, kappa_tilde = widened(kappa, of_keys), widened(kappa_tilde, of_keys)
+    if call.log_query_variance is not None:
+        kappa_tilde = widened(kappa_tilde, call.log_query_variance.to(kappa.dtype)[..., None])
+    return kappa, kappa_tilde
+
+
+def _sum_gated(real: Tensor, imaginary: Tensor | None, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ_j A g v and Σ_j A g; a complex g multiplies the modes of v."""
+    if imaginary is None:
+        return real @ v, real.sum(-1)
+    return real @ v - imaginary @ quarter_back(v), torch.complex(real.sum(-1), imaginary.sum(-1))
 
 
 def radial_estimate(call: RobustCall) -> Tensor:
@@ -91,7 +134,10 @@ def _radial(call: RobustCall, v: Tensor, weights: Tensor | None, lag: Tensor, al
     assert noise is not None and magnitude is not None, "RobustCall.check sees to it"
     m, T = magnitude.to(v.dtype), lag.shape[0]
     mu, nu = noise.mu.to(v.dtype), noise.nu.to(v.dtype)
-    predicted = call.cosine() * torch.exp(-mu * lag) * m[:, None, :]  # c_ij m̂_ij
+    if call.equilibrium is None:
+        predicted = call.cosine() * torch.exp(-mu * lag) * m[:, None, :]  # c_ij m̂_ij
+    else:
+        predicted = call.cosine() * carried_magnitude(m[:, None, :], lag, mu, call.equilibrium.to(v.dtype))
     if call.radial_mode == "own":
         shared = dict(mu=mu, eta_k2=noise.eta_k2.to(v.dtype), sigma02=noise.sigma02.to(v.dtype))
         d2 = (

@@ -26,13 +26,14 @@ def streaming_obstacle(call: RobustCall) -> str | None:
 def streaming_attention(call: RobustCall) -> AttentionOutput:
     """Robust attention, chunk by chunk."""
 
-    def estimate(part: RobustCall) -> tuple[Tensor, Tensor, Tensor | None]:
+    def estimate(part: RobustCall) -> tuple[Tensor | None, ...]:
         result = reference_attention(part)
-        return result.v_bar, result.log_evidence, result.m_bar
+        return result.v_bar, result.log_evidence, result.m_bar, result.gate
 
-    v_bar, log_evidence, m_bar = zip(*_chunks(call, estimate))
+    v_bar, log_evidence, m_bar, gate = zip(*_chunks(call, estimate))
     radial = None if call.radial_mode == "off" else torch.cat(m_bar, dim=-1)
-    return AttentionOutput(torch.cat(v_bar, dim=-2), torch.cat(log_evidence, dim=-1), radial)
+    gates = None if call.consensus == "none" else torch.cat(gate, dim=-1)
+    return AttentionOutput(torch.cat(v_bar, dim=-2), torch.cat(log_evidence, dim=-1), radial, gates)
 
 
 def streaming_radial(call: RobustCall) -> Tensor:
@@ -53,5 +54,7 @@ def _chunks(call: RobustCall, function: Callable):
             v=call.v[:, :, :seen],
             magnitude=None if call.magnitude is None else call.magnitude[:, :seen],
             documents=None if call.documents is None else call.documents[:, :seen],
+            log_query_variance=None if call.log_query_variance is None else call.log_query_variance[..., start:stop],
+            log_key_variance=None if call.log_key_variance is None else call.log_key_variance[..., :seen],
         )
         yield checkpoint(function, part, use_reentrant=False, preserve_rng_state=call.dropout > 0)

@@ -40,6 +40,8 @@ def triton_obstacle(call: RobustCall) -> str | None:
     """Why the Triton kernels cannot do this call, or None."""
     if call.return_weights:
         return "it never holds the weights that were asked for"
+    if call.only_plain is not None:
+        return call.only_plain
     if call.residual_form == "dot":
         return "it only knows block.residual_form=full"
     if not call.bounded:

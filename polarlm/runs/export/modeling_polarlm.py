@@ -42,6 +42,7 @@ class GrowingLayer(KeyValueCache):
 
     def __init__(self) -> None:
         self.length = 0
+        self.running = {}
         self.parts: list[Tensor | None] = [None, None, None]
 
     def append(
@@ -74,6 +75,7 @@ class PolarlmCache(Cache):
         for layer in self.layers:
             assert isinstance(layer, GrowingLayer)
             layer.parts = [x if x is None else x.index_select(0, beam_idx.to(x.device)) for x in layer.parts]
+            layer.running = {name: x.index_select(0, beam_idx.to(x.device)) for name, x in layer.running.items()}
 
 
 class PolarlmForCausalLM(PreTrainedModel, GenerationMixin):

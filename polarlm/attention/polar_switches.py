@@ -1,0 +1,115 @@
+"""Which of Polar's switches go together: refusals that say what to set, and what is left without effect."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from polarlm.attention.estimator import choice
+from polarlm.attention.polar_noise import CARRIED, RADIAL
+from polarlm.errors import UserError
+
+if TYPE_CHECKING:
+    from polarlm.attention.polar import PolarAttention
+
+OFF = {"off": "none", "false": "none"}  # what a yaml or a command line makes of `off`
+UNIT = {"on": "own", "true": "own", "off": "unit", "false": "unit"}  # the same for `magnitude`
+
+
+def at_least(name: str, value: Any, lowest: int) -> Any:
+    """A number that is not below its bound."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= lowest:
+        raise UserError(f"block.{name} is {value!r}; it must be a number of at least {lowest}.")
+    return value
+
+
+def check_lift(lift: int) -> int:
+    """How many real channels a head has per channel of the model's head."""
+    if lift not in (1, 2):
+        raise UserError(f"block.lift is {lift}; allowed: 1 (parameter parity with standard), 2 (the paper's d -> 2d).")
+    return lift
+
+
+def check_radial(radial: str, magnitude: bool, norm_values: bool) -> bool:
+    """A radial channel estimates magnitudes, so there must be some."""
+    if radial != "none" and not (magnitude and norm_values):
+        raise UserError(
+            f"block.radial={radial} estimates the magnitude of normalised values; it needs block.magnitude=own and "
+            "block.norm_values=true. Set those, or block.radial=none."
+        )
+    return norm_values
+
+
+def check_iterations(steps: int, kernel: str) -> int:
+    """Reweighting needs something to weigh by."""
+    at_least("irls_steps", steps, 1)
+    if kernel == "gaussian" and steps > 1:
+        raise UserError(f"block.irls_steps={steps} needs residuals, and block.kernel=gaussian ignores them.")
+    return steps
+
+
+def check_transport(transport: str, allowed: tuple[str, ...], kernel: str, rotate_values: bool) -> None:
+    """Something must be transported."""
+    choice("transport", transport, allowed)
+    if transport != "rotary" and kernel == "gaussian" and not rotate_values:
+        raise UserError(
+            f"block.transport={transport} has nothing to transport: block.kernel=gaussian compares no query and key, "
+            "and block.rotate_values=false leaves values where they are. Set block.rotate_values=true."
+        )
+
+
+def check_tie(tie_output: bool, norm_position: str, layer: int) -> bool:
+    """Whose step is tangent to the stream exactly, and whose only while the norm before it has equal gains."""
+    if tie_output and norm_position == "both" and layer == 0:
+        warnings.warn(
+            "block.tie_output=true with block.norm_position=both: the gains of the norm between stream and values make "
+            "steps tangent to the stream only while they are equal; block.norm_position=post or pre has no such gains",
+            stacklevel=3,
+        )
+    return tie_output
+
+
+def check_uncertainty(uncertainty: str | bool, projection: str) -> str:
+    """Appendix G.3 fuses a state with an estimate, along the sphere."""
+    kind = choice("uncertainty", uncertainty, ("none", "carry"), OFF)
+    if kind == "carry" and projection == "none":
+        raise UserError(
+            "block.uncertainty=carry damps a step from the token's direction, and block.projection=none takes none; "
+            "set block.projection=per_head, global or evidence."
+        )
+    return kind
+
+
+def check_consensus(
+    consensus: str | bool, allowed: tuple[str, ...], projection: str, norm_values: bool, form: str
+) -> str:
+    """Appendix G.1 is a step along the sphere, weighed by angles."""
+    kind = choice("consensus", consensus, allowed, OFF)
+    if kind == "none":
+        return kind
+    if projection == "none" or not norm_values:
+        raise UserError(
+            f"block.consensus={kind} takes a tangent step between directions; it needs block.norm_values=true and "
+            "block.projection=per_head, global or evidence."
+        )
+    if form != "full":
+        raise UserError(f"block.consensus={kind} has a residual of its own; set block.residual_form=full, not {form}.")
+    return kind
+
+
+def idle_switches(mixer: PolarAttention) -> set[str]:
+    """Parameters and switches that the other switches leave no use for."""
+    idle = {"exponential": {"nu_t"}, "gaussian": {"nu_t", "tau", "eta_tq", "radius"}}.get(mixer.kernel, {"tau"})
+    unused = {"none": set(RADIAL), "shared": set(RADIAL) - {"beta", "mu_r"}, "own": set()}[mixer.radial]
+    idle |= unused if mixer.consensus == "none" else unused - {"eta_rk", "sigma_r0", "mu_r"}
+    idle |= set(CARRIED) if mixer.uncertainty == "none" else set()
+    idle |= {"projector"} if mixer.projection == "none" else set()
+    idle |= {"m_eq"} if mixer.radial_flow == "decay" else set()
+    idle |= {"gain"} if mixer.norm_position == "both" else set()
+    idle |= {"radial_correlation"} if mixer.radial == mixer.consensus == "none" else set()
+    idle |= {"evidence_clamp"} if mixer.projection != "evidence" else set()
+    if mixer.kernel == "gaussian":
+        idle |= {"norm_scope", "norm_gain", "residual_form", "widen_q"}
+        idle |= set() if mixer.rotate_values else {"frequencies"}
+    idle |= {"value_weight_decay"} if mixer.tie_output else set()
+    return idle | ({"norm_scope"} if mixer.norm_position == "pre" else set())

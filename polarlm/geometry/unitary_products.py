@@ -1,0 +1,70 @@
+"""Prefix products of rank-one unitary steps in chunks: content transport (Appendix G.2) without a matrix per token.
+
+    H_s = I - b_s a_s a_s^dagger,  b_s = 1 - e^{i phi_s},  |a_s| = 1          W_t = H_t ... H_1 W_0
+
+Inside a chunk the product has the compact form Q_t = I - sum_{s<=t} a_s d_s^dagger. The rows d_s^dagger =
+b_s a_s^dagger Q_{s-1} solve a triangular system, (I + diag(b) strictly_lower(A^dagger A)) D^dagger = diag(b) A^dagger.
+So Q_t x_t is a causal product of two thin matrices, and only W - I at the start of every chunk is a d x d matrix. It is
+W - I that is kept: without angles everything added is exactly zero, and vectors come back bit for bit.
+Shapes: ... leading axes, T tokens in N chunks of C, d complex modes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64  # tokens; the triangular system is this large
+
+
+@dataclass(frozen=True)
+class UnitaryProducts:
+    """W_1 ... W_T, as far as vectors can tell."""
+
+    axes: Tensor  # (..., N, C, d) a_s
+    duals: Tensor  # (..., N, C, d) d_s
+    starts: Tensor  # (..., N, d, d) W - I before each chunk
+    end: Tensor  # (..., d, d) W_T - I
+    tokens: int
+
+    def apply(self, x: Tensor) -> Tensor:
+        """W_t x_t of complex vectors (..., T, d)."""
+        x = _chunks(x, self.axes.shape[-2])
+        x = x + x @ self.starts.mT
+        x = x - (x @ self.duals.mH).tril() @ self.axes
+        return x.flatten(-3, -2)[..., : self.tokens, :]
+
+    def apply_adjoint(self, x: Tensor) -> Tensor:
+        """W_t^dagger x_t of complex vectors (..., T, d)."""
+        x = _chunks(x, self.axes.shape[-2])
+        x = x - (x @ self.axes.mH).tril() @ self.duals
+        x = x + x @ self.starts.conj()
+        return x.flatten(-3, -2)[..., : self.tokens, :]
+
+
+def unitary_products(axes: Tensor, angles: Tensor, start: Tensor | None = None, chunk: int = CHUNK) -> UnitaryProducts:
+    """The products for complex unit axes (..., T, d) and real angles (..., T), going on from W_0 - I (..., d, d)."""
+    tokens, modes = axes.shape[-2:]
+    size = min(chunk, max(tokens, 1))
+    # 1 - e^{i phi}, with all its digits at small angles.
+    factors = torch.complex(2 * (angles / 2).sin().square(), -angles.sin())
+    axes, factors = _chunks(axes, size), _chunks(factors.unsqueeze(-1), size)
+    lower = (factors * (axes.conj() @ axes.mT)).tril(-1)
+    # The diagonal of ones is implied.
+    rows = torch.linalg.solve_triangular(lower, factors * axes.conj(), upper=False, unitriangular=True)
+    carried = axes.new_zeros(*axes.shape[:-3], modes, modes) if start is None else start
+    starts = []
+    for n in range(axes.shape[-3]):
+        starts.append(carried)
+        carried = carried - axes[..., n, :, :].mT @ (rows[..., n, :, :] + rows[..., n, :, :] @ carried)
+    return UnitaryProducts(
+        axes, rows.conj(), torch.stack(starts, -3) if starts else carried.unsqueeze(-3), carried, tokens
+    )
+
+
+def _chunks(x: Tensor, size: int) -> Tensor:
+    """(..., T, n) -> (..., N, C, n), zeros behind the last token."""
+    return F.pad(x, (0, 0, 0, -x.shape[-2] % size)).unflatten(-2, (-1, size))

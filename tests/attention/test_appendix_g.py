@@ -1,0 +1,267 @@
+"""Appendix G.1 and G.3, ties and projections through the block: limits that each switch must have."""
+
+import math
+
+import pytest
+import torch
+
+from polarlm.attention import MixerShape, PolarAttention, TokenContext
+from polarlm.attention.tied_output import make_orthonormal
+from polarlm.diagnostics import run_probe
+from polarlm.errors import UserError
+from polarlm.geometry import rotary_tables
+from polarlm.geometry.uncertainty import carry_to_next_layer, fused_update
+from polarlm.model import GPT, GPTConfig
+
+LENGTH, WIDTH = 9, 32
+SHAPE = MixerShape(d_model=WIDTH, n_head=4, n_kv_head=4, head_dim=8, layer=0, n_layer=2)
+NO_FLOORS = dict(m_inf=0.0, mu=0.0)  # the gate is derived without them (E34)
+
+
+def run(x, seed=3, context=None, shape=SHAPE, **switches):
+    torch.manual_seed(seed)
+    mixer = PolarAttention(shape, **switches).to(x.dtype)
+    record: dict = {}
+    tables = rotary_tables(torch.arange(x.shape[1]), mixer.rotary_dim, dtype=x.dtype)
+    out = mixer(x, TokenContext(tables, record=record, shared=context or {}))
+    return out.detach(), record
+
+
+def stream(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def still(consensus, **switches):
+    """Switches under which equal tokens agree in everything: nothing turns with position."""
+    return dict(consensus=consensus, rotate_values=False, **NO_FLOORS) | switches
+
+
+@pytest.mark.parametrize("consensus", ["gate", "complex"])
+def test_x3_at_consensus_the_gate_is_open_and_the_block_is_the_main_texts(consensus):
+    x = stream(2, 1, WIDTH).expand(2, LENGTH, WIDTH)
+    out, record = run(x, **still(consensus))
+    torch.testing.assert_close(record["gated_weights"], record["weights"])
+    torch.testing.assert_close(out, run(x, **still("none"))[0])
+
+
+@pytest.mark.parametrize("projection", ["per_head", "global", "evidence"])
+def test_x3_near_consensus_the_two_part_at_second_order(projection):
+    base, noise = stream(1, 1, WIDTH), stream(1, LENGTH, WIDTH)
+    off, size = [], []
+    for eps in (1e-2, 1e-3):
+        # The Gaussian kernel's w = 1 leaves the gate as the only difference; values agree up to eps.
+        updates = [
+            run(base + eps * noise, **still(kind, kernel="gaussian", projection=projection))[1]["update"]
+            for kind in ("gate", "none")
+        ]
+        off.append((updates[0] - updates[1]).norm())
+        size.append(updates[1].norm())
+    assert 0.9 < math.log10(size[0] / size[1]) < 1.1
+    assert 1.9 < math.log10(off[0] / off[1]) < 2.1
+
+
+def test_x3_isotropic_noise_is_the_euclidean_mean():
+    """rho = tau: the gate is m_i/m_j, whatever the angle, and precision times that is a mean of vectors m v."""
+    x = stream(1, LENGTH, WIDTH)
+    same = dict(eta_tk=0.4, sigma_t0=0.3, eta_rk=0.4, sigma_r0=0.3, kernel="gaussian")
+    _, record = run(x, **still("gate", **same))
+    m = record["magnitude"]
+    gate = (record["gated_weights"] / record["weights"].clamp_min(1e-300))[0, 0].tril()
+    torch.testing.assert_close(gate, (m[0, :, None] / m[0, None, :]).tril())
+
+
+@pytest.mark.parametrize("consensus", ["gate", "none"])
+def test_x4_without_radial_precision_directions_are_axes(consensus):
+    """A token and its opposite then say the same; in the main text they do not."""
+    x = stream(1, LENGTH, WIDTH)
+    turned = x.clone()
+    turned[:, 3] *= -1
+    outputs = [
+        run(z, **still(consensus, projection="per_head", radial="none", sigma_r0=1e6, eta_rk=0.0))[0][:, 4:]
+        for z in (x, turned)
+    ]
+    assert torch.allclose(*outputs, rtol=1e-6, atol=1e-9) == (consensus == "gate")
+
+
+def test_first_token_has_nowhere_to_turn_whatever_the_gate_is():
+    for consensus in ("gate", "complex"):
+        _, record = run(stream(1, LENGTH, WIDTH), consensus=consensus, radial_correlation="qk", m_inf=0.5)
+        assert record["update"][:, :, 0].abs().max() < 1e-10
+
+
+CARRY = dict(uncertainty="carry", prior_share=0.4, widen_q=0.3, context_power=0.3, relax_b=0.2)
+
+
+def test_u1_the_priors_share_decides_how_far_a_token_steps():
+    x = stream(2, LENGTH, WIDTH)
+    plain, _ = run(x)
+    believed = dict(uncertainty="carry", widen_q=0.0, context_power=0.0)
+    torch.testing.assert_close(run(x, prior_share=0.0, **believed)[0], plain)  # no prior: the main text
+    _, record = run(x, prior_share=1 - 1e-9, **believed)
+    assert record["fusion_step"].max() < 1e-6 and record["update"].abs().max() < 1e-5
+    _, record = run(x, **CARRY)
+    before, after = record["log_prior_precision"], record["log_posterior_precision"]
+    attended = record["log_evidence"] - 0.3 * torch.arange(1, LENGTH + 1).log()
+    assert (after <= torch.maximum(before, attended) + 1e-9).all() and (after >= torch.minimum(before, attended)).all()
+    expected = 0.6 * attended.exp() / (0.4 * before.exp() + 0.6 * attended.exp())
+    torch.testing.assert_close(record["fusion_step"], expected, rtol=1e-6, atol=1e-8)
+
+
+def test_u2_fusion_with_tangency_is_proposition_5_of_the_damped_step():
+    x = stream(2, LENGTH, WIDTH)
+    _, record = run(x, **CARRY, radial="none", evidence_clamp=None)
+    v, v_bar, update = (record[name].transpose(1, 2) for name in ("v", "v_bar", "update"))
+    attended = record["log_evidence"] - 0.3 * torch.arange(1, LENGTH + 1).log()
+    prior = record["log_prior_precision"].transpose(1, 2)
+    torch.testing.assert_close(
+        update, fused_update(v, v_bar, prior, attended.transpose(1, 2), 0.4), rtol=1e-6, atol=1e-8
+    )
+    assert (v * update).sum((-1, -2)).abs().max() < 1e-9
+
+
+def test_u3_precision_is_relaxed_between_layers_and_widens_the_query():
+    x, before = stream(1, LENGTH, WIDTH), stream(1, LENGTH, 4)
+    second = MixerShape(d_model=WIDTH, n_head=4, n_kv_head=4, head_dim=8, layer=1, n_layer=2)
+    shared = {"log_precision_0": before}
+    _, record = run(x, shape=second, context=shared, **CARRY, widen_k=0.2)
+    prior = carry_to_next_layer(before, 1.0, 0.2).transpose(1, 2)
+    torch.testing.assert_close(record["log_prior_precision"], prior, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(shared["log_precision_1"].transpose(1, 2), record["log_posterior_precision"])
+    _, plain = run(x, shape=second)
+    of_key = 0.2 / prior.exp()[:, :, None, :]
+    wider = 1 / plain["log_kappa_tilde"].exp() + 0.3 / prior.exp()[..., None] + of_key
+    torch.testing.assert_close(1 / record["log_kappa_tilde"].exp(), wider, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(1 / record["log_kappa"].exp(), 1 / plain["log_kappa"].exp() + of_key, rtol=1e-6, atol=0)
+
+
+def model_of(**switches):
+    torch.manual_seed(0)
+    config = GPTConfig(vocab_size=31, context=16, d_model=WIDTH, n_layer=3, n_head=4)
+    return GPT(config, lambda shape: PolarAttention(shape, **switches))
+
+
+def test_precision_passes_through_the_layers_unchanged_where_nothing_changes_it():
+    model = model_of(uncertainty="carry", prior_share=1 - 1e-7, precision_0=3.0, relax_b=1e-9)
+    record: list = []
+    with torch.no_grad():
+        model(torch.randint(0, 31, (2, 10)), record=record)
+    for layer in record:
+        torch.testing.assert_close(layer["log_prior_precision"].exp(), torch.full((2, 4, 10), 3.0), rtol=1e-3, atol=0)
+
+
+def test_the_probe_shows_priors_posteriors_steps_and_gates():
+    tokens = torch.randint(0, 31, (2, 10))
+    values = run_probe(model_of(uncertainty="carry"), tokens).values
+    for name in ("log_prior_precision", "log_posterior_precision", "fusion_step"):
+        assert len(values[f"precision/{name}"]) == 3 and len(values[f"precision/{name}"][0]) == 4
+    assert values["precision/log_prior_precision"][0] == pytest.approx([0.0] * 4, abs=1e-6)  # P = 1 at first
+    gates = run_probe(model_of(consensus="gate"), tokens).values
+    assert all(0 <= share <= 1 for layer in gates["precision/gate_negative_share"] for share in layer)
+    assert all(0 < gate < 2 for layer in gates["precision/gate"] for gate in layer)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("norm_position", ["post", "pre"])
+def test_g11_a_tied_output_keeps_the_step_tangent_in_the_stream(kv_heads, norm_position):
+    shape = MixerShape(d_model=WIDTH, n_head=4, n_kv_head=kv_heads, head_dim=8, layer=0, n_layer=2)
+    z = stream(2, LENGTH, WIDTH)
+    switches = dict(norm_position=norm_position, norm_values=True, radial="none")
+    tied, _ = run(z, shape=shape, tie_output=True, **switches)
+    loose, _ = run(z, shape=shape, **switches)
+
+    def tangency(out):
+        return ((z * out).sum(-1) / (z.norm(dim=-1) * out.norm(dim=-1)).clamp_min(1e-9))[:, 1:].abs().max()
+
+    assert tied.norm() > 1
+    # In `pre` the magnitude is the stream's, and W_v z itself is not on the sphere; it is parallel to v all the same.
+    assert tangency(tied) < 1e-7 and tangency(loose) > 0.05
+
+
+def test_tied_matrices_stay_orthonormal_through_training_and_share_their_gradient():
+    model = model_of(tie_output=True, norm_position="post")
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    text = torch.randint(0, 31, (2, 11))
+    start = model.blocks[0].mixer.v.weight.detach().clone()
+    for _ in range(3):
+        model.loss(text[:, :-1], text[:, 1:]).backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    weight = model.blocks[0].mixer.v.weight
+    torch.testing.assert_close(weight.T @ weight, torch.eye(WIDTH), atol=1e-5, rtol=0)
+    assert (weight - start).abs().max() > 1e-3
+    tall = torch.nn.Linear(8, 16, bias=False)
+    make_orthonormal(tall)
+    torch.testing.assert_close(tall.weight.T @ tall.weight, torch.eye(8), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("project_stream", ["none", "attention", "both"])
+def test_e11_a_projected_stream_grows_by_what_is_added_and_no_more(project_stream):
+    record: list = []
+    with torch.no_grad():
+        model_of(project_stream=project_stream)(torch.randint(0, 31, (2, 10)), record=record)
+    for layer in record:
+        before, middle, after = (layer[f"residual_{name}"].double() for name in ("in", "mid", "out"))
+        for branch, (a, b) in {"attention": (before, middle), "feed_forward": (middle, after)}.items():
+            excess = (b.square().sum(-1) - a.square().sum(-1) - (b - a).square().sum(-1)).abs() / b.square().sum(-1)
+            expected = project_stream == "both" or (project_stream == branch)
+            assert (excess.max() < 1e-5) == expected
+
+
+@pytest.mark.parametrize("projection", ["per_head", "global", "evidence"])
+def test_e7_the_complex_projector_removes_the_phase_too(projection):
+    x, along = stream(1, LENGTH, WIDTH), {}
+    for projector in ("real", "complex"):
+        _, record = run(x, projection=projection, projector=projector, radial="none")
+        v, update = (torch.complex(*record[name].chunk(2, dim=-1)) for name in ("v", "update"))
+        along[projector] = (v.conj() * update).sum((1, 3))
+    assert along["real"].real.abs().max() < 1e-9 and along["real"].imag.abs().max() > 0.1
+    assert along["complex"].abs().max() < 1e-9
+
+
+def test_student_mle_weighs_as_its_likelihood_does_and_its_iterations_converge():
+    x = stream(1, LENGTH, WIDTH)
+    _, record = run(x, kernel="student_mle", nu_t=2.0, transport="rotary", frequencies="shared")
+    q, k = record["q"], record["k"]
+    cos, sin = record["rotary_cos"], record["rotary_sin"]
+
+    def turned(z):
+        a, b = z.chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+    distance = (turned(q)[:, :, :, None] - turned(k)[:, :, None]).square().sum(-1) / 4
+    expected = 1 / (1 + record["log_kappa_tilde"].exp() * distance / 2)
+    torch.testing.assert_close(record["robust_weight"], expected.tril(), rtol=1e-6, atol=1e-9)
+    # Every step is one of EM for the Student-t location, so they settle; the first still moves.
+    outputs = [run(x, kernel="student_mle", nu_t=2.0, irls_steps=n)[0] for n in (1, 2, 200, 201)]
+    assert (outputs[1] - outputs[0]).abs().max() > 1e-3
+    assert (outputs[3] - outputs[2]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("switches", "words"),
+    [
+        ({"consensus": "on"}, ["block.consensus", "none, gate, complex"]),
+        ({"consensus": "gate", "projection": "none"}, ["block.consensus=gate", "block.projection="]),
+        ({"consensus": "gate", "kernel": "exponential", "residual_form": "dot"}, ["block.residual_form=full"]),
+        ({"uncertainty": "keep"}, ["block.uncertainty", "none, carry"]),
+        ({"uncertainty": "carry", "projection": "none"}, ["block.uncertainty=carry", "block.projection="]),
+        ({"prior_share": 1.0}, ["block.prior_share", "below 1"]),
+        ({"relax_b": 0.0}, ["block.relax_b", "positive"]),
+        ({"projector": "imaginary"}, ["block.projector", "real, complex"]),
+        ({"project_stream": "all"}, ["block.project_stream", "none, attention, both"]),
+        (
+            {"transport": "phases", "kernel": "gaussian", "rotate_values": False},
+            ["block.transport=phases", "block.rotate_values=true"],
+        ),
+    ],
+)
+def test_switches_that_exclude_each_other_say_what_to_set(switches, words):
+    with pytest.raises(UserError) as error:
+        PolarAttention(SHAPE, **switches)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_off_is_understood_and_a_tie_behind_gains_warns():
+    assert PolarAttention(SHAPE, consensus=False, uncertainty="off").consensus == "none"
+    with pytest.warns(UserWarning, match="norm_position=post"):
+        PolarAttention(SHAPE, tie_output=True)
