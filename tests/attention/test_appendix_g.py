@@ -109,7 +109,7 @@ def test_u1_the_priors_share_decides_how_far_a_token_steps():
 
 def test_u2_fusion_with_tangency_is_proposition_5_of_the_damped_step():
     x = stream(2, LENGTH, WIDTH)
-    _, record = run(x, **CARRY, radial="none", evidence_clamp=None)
+    _, record = run(x, **CARRY, projection="evidence", radial="none", evidence_clamp=None)
     v, v_bar, update = (record[name].transpose(1, 2) for name in ("v", "v_bar", "update"))
     attended = record["log_evidence"] - 0.3 * torch.arange(1, LENGTH + 1).log()
     prior = record["log_prior_precision"].transpose(1, 2)
