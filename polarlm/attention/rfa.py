@@ -26,7 +26,7 @@ from polarlm.attention.estimator import (
 from polarlm.attention.filter import record_estimate, robust_flops
 from polarlm.attention.frequencies import Frequencies, Turns
 from polarlm.attention.initialisation import linear
-from polarlm.attention.kernels import KERNELS, DirectionalNoise, RobustCall, robust_attention
+from polarlm.attention.kernels import PLAIN_KERNELS, DirectionalNoise, RobustCall, robust_attention
 from polarlm.attention.kernels.native_decode import Recipe
 from polarlm.attention.lean import SPHERE_EPS, on_sphere, rotate
 from polarlm.attention.mixer import (
@@ -74,7 +74,7 @@ class RobustFilterAttention(Mixer):
         backend: str = "auto",
     ) -> None:
         super().__init__(shape)
-        self.kernel = choice("kernel", kernel, KERNELS)
+        self.kernel = choice("kernel", kernel, PLAIN_KERNELS)
         self.qk_norm, self.rotate_values = qk_norm, rotate_values
         self.decay_keys, self.decay_values, self.backend = decay_keys, decay_values, backend
         self.frequencies = Frequencies(frequencies, shape, shape.head_dim)
@@ -101,7 +101,7 @@ class RobustFilterAttention(Mixer):
         refuse_noiseless(values, "eta_k", "sigma_0")
         floor = values["sigma_0"].square() + values["sigma_process"].square()
         self.bounded = not bool(((floor == 0) & (values["mu"] > 0)).any())
-        unused = {"student": ["tau"], "exponential": ["nu"], "gaussian": ["nu", "tau", "eta_q"]}[kernel]
+        unused = {"exponential": ["nu"], "gaussian": ["nu", "tau", "eta_q"]}.get(kernel, ["tau"])
         self.estimator = Estimator({n: v for n, v in values.items() if n not in unused}, frozen, PARAMETERS)
 
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
@@ -163,7 +163,9 @@ class RobustFilterAttention(Mixer):
 
     def _recipe(self) -> Recipe | None:
         """What a layer decodes with; frequencies of its own and additions take the long way."""
-        if self.frequencies.kind != "shared" or self.head_gate is not None or self.value_residual is not None:
+        if self.kernel == "student_mle" or self.frequencies.kind != "shared":
+            return None
+        if self.head_gate is not None or self.value_residual is not None:
             return None
         return Recipe(
             heads=self.shape.n_head,
