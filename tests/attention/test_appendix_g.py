@@ -232,7 +232,7 @@ def test_student_mle_weighs_as_its_likelihood_does_and_its_iterations_converge()
     expected = 1 / (1 + record["log_kappa_tilde"].exp() * distance / 2)
     torch.testing.assert_close(record["robust_weight"], expected.tril(), rtol=1e-6, atol=1e-9)
     # Every step is one of EM for the Student-t location, so they settle; the first still moves.
-    outputs = [run(x, kernel="student_mle", nu_t=2.0, irls_steps=n)[0] for n in (1, 2, 200, 201)]
+    outputs = [run(x, kernel="student_mle", nu_t=2.0, irls_steps=n)[0] for n in (1, 2, 60, 61)]
     assert (outputs[1] - outputs[0]).abs().max() > 1e-3
     assert (outputs[3] - outputs[2]).abs().max() < 1e-4
 

@@ -7,7 +7,7 @@ import torch
 
 from polarlm.attention import TokenContext
 from polarlm.geometry import rotary_tables
-from tests.contract.conftest import CLASSES, VOCAB
+from tests.contract.conftest import CLASSES, COMPILED, VOCAB
 
 EVERY_RECORD = {
     "q",
@@ -111,7 +111,7 @@ def test_every_parameter_receives_a_gradient(build):
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("block", CLASSES, indirect=True)
+@pytest.mark.parametrize("block", COMPILED, indirect=True)
 def test_captured_graph_equals_eager(build):
     # fullgraph: no data-dependent Python in the step; the generated code itself is tested below.
     torch._dynamo.reset()
