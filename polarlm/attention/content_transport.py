@@ -10,7 +10,7 @@ Angles start at zero, so a fresh block is the rotary one bit for bit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -89,8 +89,8 @@ class ContentTransport(nn.Module):
             )
         if cache is not None:
             cache.running["product"] = products.end
-        one = [part.unsqueeze(2) for part in (products.axes, products.duals, products.starts)]
-        return CommonFrame(turns, UnitaryProducts(*one, products.end, products.tokens))
+        axes, duals, starts = (part.unsqueeze(2) for part in (products.axes, products.duals, products.starts))
+        return CommonFrame(turns, replace(products, axes=axes, duals=duals, starts=starts))
 
     def _turned(self, turns: Turns, angles: Tensor, cache: KeyValueCache | None) -> Turns:
         """Rotary tables with the angles so far added to their phases; by the sum formula, so that 0 adds nothing."""

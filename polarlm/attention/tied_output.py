@@ -17,7 +17,7 @@ def make_orthonormal(layer: nn.Linear) -> None:
     nn.init.orthogonal_(layer.weight)
     parametrizations.orthogonal(layer, "weight")
     # The optimiser asks the module that holds a parameter; decay would pull towards where the matrix started.
-    layer.parametrizations.weight.optim_group = "no_decay"  # type: ignore[union-attr, assignment]
+    layer.parametrizations.weight.optim_group = "no_decay"  # type: ignore[union-attr]
 
 
 def tied_output(step: Tensor, values: nn.Linear, group: int) -> Tensor:
