@@ -63,22 +63,31 @@ class StandardAttention(Mixer):
             v = self.value_residual(v, context)
         own = v  # the query tokens' own values, in their own frame
         turns: Turns = self.frequencies(context)
-        q_turned, k_turned = rotate(q, *turns.queries), rotate(k, *turns.keys)
+        q_turned, k_turned = self.place(q, k, turns, context)
         v_turned = rotate(v, *turns.keys) if self.rotate_values else v
         if context.cache is not None:
             k_turned, v_turned, _ = context.cache.append(k_turned, v_turned)
 
-        v_bar = self._attend(q_turned, k_turned, v_turned, context.documents)
+        bias = self.bias(x, k_turned.shape[2], context)
+        v_bar = self._attend(q_turned, k_turned, v_turned, context.documents, bias)
         if self.rotate_values:
             v_bar = rotate(v_bar, *turns.queries, inverse=True)
         update = self.combine(v_bar, own)
         if context.record is not None:
-            weights, log_evidence = attention_weights(q_turned, k_turned, context.documents)
+            weights, log_evidence = attention_weights(q_turned, k_turned, context.documents, bias)
             context.record.update(q=q, k=k, v=own, v_bar=v_bar, update=update, **turns.recorded())
             context.record.update(weights=weights, log_evidence=log_evidence)
         if self.head_gate is not None:
             update = update * self.head_gate(x).transpose(1, 2).unsqueeze(-1)
         return self.out(merge_heads(update))
+
+    def place(self, q: Tensor, k: Tensor, turns: Turns, context: TokenContext) -> tuple[Tensor, Tensor]:
+        """Queries and keys with their positions in them, ready for the product."""
+        return rotate(q, *turns.queries), rotate(k, *turns.keys)
+
+    def bias(self, x: Tensor, keys: int, context: TokenContext) -> Tensor | None:
+        """What is added to the logits before the soft-max, (1 or B, H, T, keys)."""
+        return None
 
     def combine(self, v_bar: Tensor, own: Tensor) -> Tensor:
         """What leaves the heads, from the aggregated values (B, H, T, Dh) and the token's own (B, G, T, Dh)."""
@@ -91,7 +100,9 @@ class StandardAttention(Mixer):
     def _recipe(self) -> Recipe | None:
         """What a layer decodes with: soft-max attention is the exponential kernel of -2 q.k at precision 1."""
         additions = (self.q_norm, self.head_gate, self.value_residual)
-        projection = self.projection()
+        kind, projection = type(self), self.projection()
+        if kind.place is not StandardAttention.place or kind.bias is not StandardAttention.bias:
+            return None
         if projection is None or self.frequencies.kind != "shared" or any(x is not None for x in additions):
             return None
         one = torch.ones(self.shape.n_head)
@@ -107,11 +118,13 @@ class StandardAttention(Mixer):
             projection=projection,
         )
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, bias: Tensor | None) -> Tensor:
         queries, keys = q.shape[2], k.shape[2]
-        causal = documents is None and queries == keys
+        causal = documents is None and queries == keys and bias is None
         # A single query sees everything; several queries on a longer cache, or documents, need an explicit mask.
         mask = None if causal or queries == 1 else _mask(queries, keys, documents, q.device)
+        if bias is not None:
+            mask = (bias if mask is None else bias.masked_fill(~mask, float("-inf"))).to(q.dtype)
         return F.scaled_dot_product_attention(
             q,
             k,
@@ -130,12 +143,15 @@ class StandardAttention(Mixer):
         return projections + int(4 * mean_visible(context) * s.n_head * s.head_dim)
 
 
-def attention_weights(q: Tensor, k: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
+def attention_weights(
+    q: Tensor, k: Tensor, documents: Tensor | None, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Weights (B, H, T, S) and log-normaliser (B, H, T) that the fused kernel does not give out; for records only."""
     group = q.shape[1] // k.shape[1]
     with torch.autocast(q.device.type, enabled=False):  # which would round the product to bf16 again
         q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
         scores = q @ k.repeat_interleave(group, dim=1).transpose(-1, -2) * q.shape[-1] ** -0.5
+    scores = scores if bias is None else scores + bias
     scores = scores.masked_fill(~_mask(q.shape[2], k.shape[2], documents, q.device), float("-inf"))
     log_evidence = torch.logsumexp(scores, dim=-1)
     return (scores - log_evidence.unsqueeze(-1)).exp(), log_evidence

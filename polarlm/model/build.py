@@ -9,6 +9,7 @@ from typing import Any
 
 from polarlm.errors import UserError
 from polarlm.model import GPT, GPTConfig
+from polarlm.model.config import FRAME_NAMES
 from polarlm.targets import target_of
 
 
@@ -26,6 +27,8 @@ def frame_of(block_frame: str | None, model: dict[str, Any]) -> dict[str, str]:
     """The residual frame that a block's yaml asks for, as a setting of the model; nothing when it asks for none."""
     if block_frame is None:
         return {}
+    if block_frame not in FRAME_NAMES:
+        raise UserError(f"block.frame is {block_frame!r}; allowed: {', '.join(FRAME_NAMES)}.")
     chosen = model.get("frame", "pre")
     if chosen not in ("pre", block_frame):
         raise UserError(f"block.frame={block_frame} and model.frame={chosen} name two frames; leave out model.frame.")

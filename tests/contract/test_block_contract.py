@@ -27,10 +27,11 @@ def tokens(batch: int = 2, length: int = 12) -> torch.Tensor:
     return torch.randint(0, VOCAB, (batch, length))
 
 
-def mixer_and_rotary(model, length: int):
+def mixer_and_context(model, length: int):
     mixer = model.blocks[1].mixer
     positions = torch.arange(length)
-    return mixer, rotary_tables(positions, mixer.rotary_dim, dtype=model.embedding.weight.dtype)
+    rotary = rotary_tables(positions, mixer.rotary_dim, dtype=model.embedding.weight.dtype)
+    return mixer, TokenContext(rotary, positions=positions)
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 13])
@@ -44,9 +45,9 @@ def test_maps_tokens_to_finite_logits_at_any_length(build, length, kv_heads):
 
 def test_output_depends_on_the_past_and_never_on_the_future(build):
     model = build()
-    mixer, rotary = mixer_and_rotary(model, 9)
+    mixer, context = mixer_and_context(model, 9)
     x = torch.randn(2, 9, 32, requires_grad=True)
-    out = mixer(x, TokenContext(rotary))
+    out = mixer(x, context)
     for i in (0, 4, 8):
         (gradient,) = torch.autograd.grad(out[:, i].square().sum(), x, retain_graph=True)
         assert (gradient[:, i + 1 :] == 0).all()
@@ -56,12 +57,12 @@ def test_output_depends_on_the_past_and_never_on_the_future(build):
 
 def test_batch_rows_do_not_influence_each_other(build):
     model = build()
-    mixer, rotary = mixer_and_rotary(model, 9)
+    mixer, context = mixer_and_context(model, 9)
     x = torch.randn(3, 9, 32, requires_grad=True)
-    out = mixer(x, TokenContext(rotary))
+    out = mixer(x, context)
     (gradient,) = torch.autograd.grad(out[1].square().sum(), x)
     assert (gradient[[0, 2]] == 0).all()
-    torch.testing.assert_close(mixer(x[1:2], TokenContext(rotary)), out[1:2], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(mixer(x[1:2], context), out[1:2], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kv_heads", [None, 2])
@@ -92,11 +93,11 @@ def test_packed_documents_equal_separate_sequences(build, kv_heads):
 
 def test_gradients_are_right_in_float64(build):
     model = build(d_model=8, n_head=2).double()
-    mixer, rotary = mixer_and_rotary(model, 4)
+    mixer, context = mixer_and_context(model, 4)
     names, values = zip(*mixer.named_parameters())
 
     def run(x, *parameters):
-        return torch.func.functional_call(mixer, dict(zip(names, parameters)), (x, TokenContext(rotary)))
+        return torch.func.functional_call(mixer, dict(zip(names, parameters)), (x, context))
 
     inputs = (torch.randn(2, 4, 8, dtype=torch.float64, requires_grad=True), *values)
     assert torch.autograd.gradcheck(run, inputs, fast_mode=True, atol=1e-5)
@@ -201,12 +202,12 @@ def test_checkpointing_changes_memory_not_numbers(build):
 def test_survives_extreme_streams(build):
     # A stream of zeros, and one with a massive token: no NaN forward or backward.
     model = build()
-    mixer, rotary = mixer_and_rotary(model, 6)
+    mixer, context = mixer_and_context(model, 6)
     x = torch.randn(3, 6, 32)
     x[0] = 0.0
     x[1, 2] *= 1e3
     x[2] = x[2, :1]  # identical tokens: q = k up to rotation
     x.requires_grad_()
-    out = mixer(x, TokenContext(rotary))
+    out = mixer(x, context)
     out.sum().backward()
     assert out.isfinite().all() and x.grad.isfinite().all()

@@ -1,0 +1,41 @@
+"""ALiBi (Press et al. 2022): no rotation; a penalty that grows linearly with the lag, at another rate in every head."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from polarlm.attention.frequencies import Turns
+from polarlm.attention.mixer import MixerShape, TokenContext
+from polarlm.attention.standard import StandardAttention
+
+
+class AlibiAttention(StandardAttention):
+    """softmax(q_i . k_j / sqrt(Dh) - m_h (i - j)) with m_h = 2^(-8h/H), h = 1 … H."""
+
+    slopes: Tensor
+
+    def __init__(
+        self, shape: MixerShape, qk_norm: bool = False, head_gate: bool = False, value_residual: bool = False
+    ) -> None:
+        super().__init__(shape, qk_norm, head_gate=head_gate, value_residual=value_residual)
+        self.register_buffer("slopes", torch.tensor(slopes(shape.n_head)), persistent=False)
+
+    def place(self, q: Tensor, k: Tensor, turns: Turns, context: TokenContext) -> tuple[Tensor, Tensor]:
+        """As they are: positions enter through the bias."""
+        return q, k
+
+    def bias(self, x: Tensor, keys: int, context: TokenContext) -> Tensor:
+        """-m_h (i - j), (1, H, T, keys); what lies in the future is masked afterwards."""
+        time = torch.arange(keys, device=x.device)
+        lag = time[keys - x.shape[1] :, None] - time
+        return (-self.slopes.to(torch.promote_types(x.dtype, torch.float32))[:, None, None] * lag).unsqueeze(0)
+
+
+def slopes(heads: int) -> list[float]:
+    """The published rates: geometric for a power of two; otherwise every second rate of the next one fills up."""
+    power = 2 ** math.floor(math.log2(heads))
+    rates = [2 ** (-8 * h / power) for h in range(1, power + 1)]
+    return rates + [2 ** (-4 * h / power) for h in range(1, 2 * (heads - power), 2)]

@@ -1,0 +1,30 @@
+"""The normalised Transformer's attention (nGPT, Loshchilov et al. 2024); its frame is polarlm/model/ngpt.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from polarlm.attention.frequencies import Turns
+from polarlm.attention.lean import on_sphere, rotate
+from polarlm.attention.mixer import MixerShape, TokenContext
+from polarlm.attention.standard import StandardAttention
+
+
+class NormalisedAttention(StandardAttention):
+    """softmax(sqrt(Dh) (s q_i/|q_i|) . (s k_j/|k_j|)) after rotation, s learned per head and channel.
+
+    s multiplies both sides, so its square is put on the query: keys stay what they are for every query head.
+    """
+
+    calibrated = False  # the frame normalises what leaves W_o
+
+    def __init__(self, shape: MixerShape, rotate_values: bool = False, frequencies: str = "shared") -> None:
+        super().__init__(shape, False, rotate_values, frequencies)
+        self.qk_scale = nn.Parameter(torch.full((shape.n_head, 1, shape.head_dim), shape.d_model**-0.5))
+
+    def place(self, q: Tensor, k: Tensor, turns: Turns, context: TokenContext) -> tuple[Tensor, Tensor]:
+        """Rotated, on their spheres; RMS 1 brings the sqrt(Dh) that replaces 1/sqrt(Dh)."""
+        s = self.qk_scale * self.shape.d_model**0.5  # kept as s' = s scale/init, with init 1 and scale 1/sqrt(d)
+        q, k = (on_sphere(rotate(part, *tables), 1.0)[1] for part, tables in ((q, turns.queries), (k, turns.keys)))
+        return q * s.square().to(q.dtype), k

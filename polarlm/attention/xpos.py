@@ -1,0 +1,49 @@
+"""xPos (Sun et al. 2022): RoPE whose modes also fade with the lag, the fast ones soonest."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from polarlm.attention.frequencies import Turns
+from polarlm.attention.lean import rotate
+from polarlm.attention.mixer import MixerShape, TokenContext
+from polarlm.attention.standard import StandardAttention
+
+GAMMA = 0.4  # the published shift
+
+
+class XPosAttention(StandardAttention):
+    """Mode i of a query at n is scaled by zeta_i^(n/scale), of a key by its inverse: together zeta_i^(lag/scale).
+
+    zeta_i = (i/(Dh/2) + gamma)/(1 + gamma). Both factors are kept in fp32, which holds up to about 30,000 positions at
+    the published scale of 512.
+    """
+
+    log_zeta: Tensor
+
+    def __init__(
+        self,
+        shape: MixerShape,
+        qk_norm: bool = False,
+        rotate_values: bool = False,
+        scale: float = 512.0,
+        head_gate: bool = False,
+        value_residual: bool = False,
+    ) -> None:
+        super().__init__(shape, qk_norm, rotate_values, head_gate=head_gate, value_residual=value_residual)
+        modes = shape.head_dim // 2
+        # Our modes run from fast to slow, as the paper's do.
+        zeta = (torch.arange(modes, dtype=torch.float64) / modes + GAMMA) / (1 + GAMMA)
+        self.register_buffer("log_zeta", (zeta.log() / scale).repeat(2).float(), persistent=False)
+
+    def place(self, q: Tensor, k: Tensor, turns: Turns, context: TokenContext) -> tuple[Tensor, Tensor]:
+        """Rotated, and scaled by position."""
+        positions = context.positions
+        if positions is None:
+            raise ValueError("xpos needs TokenContext.positions")
+        wide = torch.promote_types(q.dtype, torch.float32)
+        power = positions.to(wide).unsqueeze(-1) * self.log_zeta.to(wide)  # (T, Dh) or (B, T, Dh)
+        power = power if power.dim() == 2 else power.unsqueeze(1)
+        q, k = rotate(q, *turns.queries), rotate(k, *turns.keys)
+        return (q * power.exp()).to(q.dtype), (k * (-power).exp()).to(k.dtype)
