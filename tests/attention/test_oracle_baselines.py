@@ -1,0 +1,97 @@
+"""Standard, XSA and RFA equal an independent transcription, for switch combinations drawn anew from a printed seed."""
+
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+from oracle_baselines import robust_filter_attention, standard_attention
+
+from polarlm.attention import (
+    ExclusiveAttention,
+    MixerShape,
+    RobustFilterAttention,
+    StandardAttention,
+    TokenContext,
+)
+from polarlm.attention.additions import FIRST_VALUES
+from polarlm.geometry import rotary_tables
+from polarlm.model.gpt import document_positions
+
+WIDTH, HEADS, TOKENS, BASE, LAYER = 16, 4, 7, 100.0, 1
+SEED = int(os.environ.get("POLARLM_ORACLE_SEED", random.SystemRandom().randrange(10**6)))
+COMMON = {
+    "qk_norm": [True, False],
+    "rotate_values": [True, False],
+    "frequencies": ["shared", "per_head", "learned"],
+    "head_gate": [True, False],
+    "value_residual": [True, False],
+}
+RFA = COMMON | {
+    "kernel": ["student", "exponential", "gaussian"],
+    "decay_keys": [True, False],
+    "decay_values": [True, False],
+    "backend": ["auto", "reference"],
+}
+DOCUMENTS = torch.tensor([[5, 5, 5, 2, 2, 2, 2], [1, 1, 1, 1, 1, 1, 1]])
+
+
+def draw(switches: dict, name: str) -> tuple[dict, int, bool, float]:
+    """(switches, key heads, packed documents?, decay of the first head) of one combination."""
+    generator = random.Random(f"{SEED}/{name}")
+    chosen = {key: generator.choice(values) for key, values in switches.items()}
+    print(f"POLARLM_ORACLE_SEED={SEED} {name}: {chosen}")
+    return chosen, generator.choice([4, 2]), generator.random() < 0.3, generator.choice([0.0, 0.03])
+
+
+def stirred(mixer, number: int):
+    torch.manual_seed(number)
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return mixer.double()
+
+
+def compare(mixer, packed: bool, expected, rtol: float) -> None:
+    """The mixer's output against expected(x, weights, documents, first values) row by row."""
+    x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64)
+    positions = document_positions(DOCUMENTS) if packed else torch.arange(TOKENS)
+    rotary = rotary_tables(positions, mixer.rotary_dim, BASE, dtype=torch.float64)
+    groups, size = mixer.shape.n_kv_head, mixer.shape.head_dim
+    first = torch.randn(2, groups, TOKENS, size, dtype=torch.float64)
+    context = TokenContext(rotary, DOCUMENTS if packed else None, positions=positions, shared={FIRST_VALUES: first})
+    with torch.no_grad():
+        actual = mixer(x, context).numpy()
+    weights = {name.removesuffix(".weight"): value.numpy() for name, value in mixer.state_dict().items()}
+    weights["log_frequency"] = weights.get("frequencies.log_frequency")
+    weights["gate"], weights["share"] = weights.get("head_gate"), weights.get("value_residual.share")
+    for row in range(2):
+        ids = DOCUMENTS[row].tolist() if packed else [0] * TOKENS
+        shape = dict(
+            heads=HEADS, groups=groups, base=BASE, documents=ids, first_values=first[row].transpose(0, 1).numpy()
+        )
+        wanted = expected(x[row].numpy(), weights, shape)
+        np.testing.assert_allclose(actual[row], wanted, rtol=rtol, atol=rtol * 1e-2 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_standard_and_xsa_are_their_formulas(number):
+    switches, groups, packed, _ = draw(COMMON, f"standard {number}")
+    exclusive = number % 2 == 1
+    shape = MixerShape(WIDTH, HEADS, groups, WIDTH // HEADS, layer=LAYER, n_layer=3, rope_base=BASE)
+    mixer = stirred((ExclusiveAttention if exclusive else StandardAttention)(shape, **switches), number)
+    s = switches | {"exclusive": exclusive}
+    compare(mixer, packed, lambda x, weights, rest: standard_attention(x, weights, s, **rest), rtol=1e-8)
+
+
+@pytest.mark.parametrize("number", range(30))
+def test_rfa_is_appendix_a(number):
+    switches, groups, packed, slowest = draw(RFA, f"rfa {number}")
+    shape = MixerShape(WIDTH, HEADS, groups, WIDTH // HEADS, layer=LAYER, n_layer=3, rope_base=BASE)
+    scalars = dict(nu=[1.0, 2.0, 3.0, 50.0], tau=0.8, sigma_process=[0.3, 0.2, 0.1, 0.5])
+    mixer = stirred(RobustFilterAttention(shape, mu=[slowest, 0.05, 0.2, 1.0], **scalars, **switches), number)
+    p = {name: value.detach().double().numpy() for name, value in mixer.estimator.read().items()}
+    # A head without decay decays by 1e-6 per token instead.
+    rtol = 1e-4 if (p["mu"] == 0).any() else 1e-8
+    compare(mixer, packed, lambda x, weights, rest: robust_filter_attention(x, weights, p, switches, **rest), rtol)
