@@ -34,13 +34,13 @@ def mixer_and_context(model, length: int):
     return mixer, TokenContext(rotary, positions=positions)
 
 
-@pytest.mark.parametrize("length", [0, 1, 2, 13])
 @pytest.mark.parametrize("kv_heads", [None, 2])
-def test_maps_tokens_to_finite_logits_at_any_length(build, length, kv_heads):
+def test_maps_tokens_to_finite_logits_at_any_length(build, kv_heads):
     model = build(n_kv_head=kv_heads)
-    logits = model(tokens(3, length))
-    assert logits.shape == (3, length, VOCAB)
-    assert logits.isfinite().all()
+    for length in (0, 1, 2, 13):
+        logits = model(tokens(3, length))
+        assert logits.shape == (3, length, VOCAB)
+        assert logits.isfinite().all()
 
 
 def test_output_depends_on_the_past_and_never_on_the_future(build):
