@@ -79,10 +79,11 @@ class ContentTransport(nn.Module):
         """The frame of the tokens x (B, T, d), whose rotary tables are `turns`."""
         wide = turns.keys[0].dtype
         angles = split_heads(self.angles(x), self.groups).to(wide)  # (B, G, T, modes or 1)
+        if self.kind == "phases":
+            return CommonFrame(self._turned(turns, angles, cache))
+        axes = split_heads(self.axes(x), self.groups).to(wide)
         with torch.autocast(x.device.type, enabled=False):
-            if self.kind == "phases":
-                return CommonFrame(self._turned(turns, angles, cache))
-            axes = rotate(split_heads(self.axes(x), self.groups).to(wide), *turns.keys)
+            axes = rotate(axes, *turns.keys)
             axes = rotate(axes, *frequencies.one_step(wide, x.device), inverse=True)  # b_s: where token s - 1 stood
             products = unitary_products(
                 to_complex(normalise(axes)), angles.squeeze(-1), None if cache is None else cache.running.get("product")
