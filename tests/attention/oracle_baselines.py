@@ -79,7 +79,8 @@ def robust_filter_attention(x, weights, p, s, **shape):
         distance = tilde * (abs(residual) ** 2).sum() / len(q)  # d counts complex modes
         if s["kernel"] == "exponential":
             return math.log(precision) - distance / p["tau"][h]
-        return math.log(precision) - (p["nu"][h] + 1) * math.log(1 + distance / p["nu"][h])
+        power = 1 if s["kernel"] == "student_mle" else p["nu"][h] + 1
+        return math.log(precision) - power * math.log(1 + distance / p["nu"][h])
 
     def share(h, lag):
         return decay(h, lag) if s["decay_values"] else 1.0

@@ -29,7 +29,7 @@ COMMON = {
     "value_residual": [True, False],
 }
 RFA = COMMON | {
-    "kernel": ["student", "exponential", "gaussian"],
+    "kernel": ["student", "student_mle", "exponential", "gaussian"],
     "decay_keys": [True, False],
     "decay_values": [True, False],
     "backend": ["auto", "reference"],

@@ -109,6 +109,23 @@ def test_lift_doubles_the_latent_space():
     assert record["v"].shape == (2, 4, LENGTH, 16)
 
 
+@pytest.mark.parametrize("lift", [1, 2])
+@pytest.mark.parametrize("scope", ["global", "per_head"])
+def test_queries_and_keys_are_normalised_apart(scope, lift):
+    """Every head's, or the whole, q and k at |.|^2 = r^2 modes; a norm over both at once would mix their scales."""
+    mixer = PolarAttention(SHAPE, norm_scope=scope, lift=lift, radius=1.5)
+    with torch.no_grad():
+        mixer.qk.weight[: mixer.qk.out_features // 2] *= 5.0  # queries only
+    x = torch.randn(2, LENGTH, WIDTH)
+    _, record = run(mixer, x)
+    parts = (x @ mixer.qk.weight.T).detach().chunk(2, dim=-1)
+    for name, part in zip("qk", parts):
+        heads = part.unflatten(-1, (4, -1)).transpose(1, 2)
+        norm = part.norm(dim=-1)[:, None, :, None] if scope == "global" else heads.norm(dim=-1, keepdim=True)
+        modes = part.shape[-1] / 2 if scope == "global" else heads.shape[-1] / 2
+        torch.testing.assert_close(record[name], heads / norm * 1.5 * modes**0.5, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("norm_position", ["post", "pre", "both"])
 @pytest.mark.parametrize("radial", ["own", "shared"])
 @pytest.mark.parametrize("correlation", ["vv", "one"])
