@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from polarlm.attention.lean import on_sphere
 from polarlm.attention.mixer import MixerShape
 from polarlm.errors import UserError
 from polarlm.geometry import exp_map, tangential_part
@@ -121,9 +121,9 @@ class Frame:
             )
         return (self.raw or self.connection)(shape) if raw else self.connection(shape)
 
-    def embed(self, x: Tensor, eps: float) -> Tensor:
-        """The stream that enters the first block."""
-        return F.rms_norm(x, x.shape[-1:], eps=eps) if self.unit_stream else x
+    def embed(self, x: Tensor) -> Tensor:
+        """The stream that enters the first block; fresh embeddings are small, so a norm's epsilon would count."""
+        return on_sphere(x, 1.0)[1] if self.unit_stream else x
 
 
 FRAMES = {

@@ -42,9 +42,11 @@ class GPT(nn.Module):
         super().__init__()
         self.config = c = config
         self.embedding = nn.Embedding(c.vocab_size, c.d_model)
-        std = embedding_std(c.vocab_size, c.d_model, c.tie_embeddings, c.init, c.zero_init)
-        nn.init.normal_(self.embedding.weight, std=std)
         self.frame = FRAMES[c.frame]
+        # Beside a stream of unit size, what fresh blocks add is as little as nothing.
+        small_branches = c.zero_init or self.frame.unit_stream
+        std = embedding_std(c.vocab_size, c.d_model, c.tie_embeddings, c.init, small_branches)
+        nn.init.normal_(self.embedding.weight, std=std)
         self.dropout = nn.Dropout(c.dropout)
         self.blocks = nn.ModuleList(self._block(layer, mixer, std) for layer in range(c.n_layer))
         self.norm = self.frame.final(c.d_model, c.norm_eps)
@@ -117,7 +119,7 @@ class GPT(nn.Module):
         if documents is not None and documents.shape != tokens.shape:
             raise ValueError(f"documents {tuple(documents.shape)} must have the shape of tokens {tuple(tokens.shape)}")
         positions, rotary = self._where(tokens, documents, cache)
-        x = self.dropout(self.frame.embed(self.embedding(tokens), self.config.norm_eps))
+        x = self.dropout(self.frame.embed(self.embedding(tokens)))
         shared: dict[str, Tensor] = {}
         for layer, block in enumerate(self._blocks()):
             context = TokenContext(
@@ -186,7 +188,9 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
 
-def embedding_std(vocab_size: int, d_model: int, tied: bool, init: str = "width", zero_init: bool = False) -> float:
+def embedding_std(
+    vocab_size: int, d_model: int, tied: bool, init: str = "width", small_branches: bool = False
+) -> float:
     """Deviation of embedding and output rows: 0.02, or less where a fresh loss would exceed ln V by 2 %."""
     nats = 0.01 * math.log(max(vocab_size, 2))  # what each of two effects may cost
     # A logit of variance d std^2 costs half of it.
@@ -196,7 +200,7 @@ def embedding_std(vocab_size: int, d_model: int, tied: bool, init: str = "width"
         # add to every channel, so cos = std / hypot(std, added); the largest a, solved for std.
         half = math.log1p(vocab_size * math.expm1(nats)) / 2
         added = Initialisation().added_rms(d_model, 1) if init == "width" else d_model * GPT2_STD**2 / 4
-        added = 0.0 if zero_init else added
+        added = 0.0 if small_branches else added
         std = min(std, (2 * half * (half + math.hypot(half, d_model * added))) ** 0.5 / d_model)
     return std
 
