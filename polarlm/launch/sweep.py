@@ -73,6 +73,28 @@ def print_plan(plan: Any, config_name: str) -> None:
     for job in plan.jobs:
         if job.error is not None:
             print(f"  will fail: {job.error}", file=sys.stderr)
+    print_estimate(plan, [job.config for job, state in zip(good, done) if state != "finished"])
+
+
+def print_estimate(plan: Any, configs: list[Any]) -> None:
+    """How long the jobs that are left will take on this machine, where that is worth measuring."""
+    from polarlm.launch.board import clock
+    from polarlm.launch.estimate import seconds_of_jobs, side_by_side
+
+    place = side_by_side(plan.overrides)
+    if place is None or not configs:
+        return
+    jobs, threads = place
+    try:
+        seconds = seconds_of_jobs(configs, threads)
+    except UserError:
+        return  # a job that cannot be built says so itself
+    if seconds:
+        longest = max(sum(seconds) / jobs, *seconds) if len(seconds) > 1 else seconds[0]
+        print(
+            f"  about {clock(longest)} of training, {jobs} at a time (a few measured steps; validation comes on top)",
+            file=sys.stderr,
+        )
 
 
 def failed_jobs() -> UserError | None:

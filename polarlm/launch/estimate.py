@@ -1,0 +1,71 @@
+"""How long jobs will take here, from a few measured steps of every kind of job; validation and starting up come on top."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+MOST_KINDS = 12  # more kinds of jobs than this take too long to measure
+FEWEST_STEPS = 400  # of all jobs together: less is over before it is measured
+SECONDS = 1.0  # of measuring per kind
+VOCABULARY = {"byte": 256, "char": 100, "gpt2": 50257}
+
+
+def seconds_of_jobs(configs: Sequence[dict[str, Any]], threads: int | None = None) -> list[float] | None:
+    """Expected training seconds of every configuration; None where measuring is not worth it."""
+    from polarlm.training.batching import plan_batches, total_steps
+
+    steps = []
+    for config in configs:
+        t = config["trainer"]
+        processes = t["devices"] * t["nodes"]
+        plan = plan_batches(t["batch_tokens"], config["model"]["context"], processes, t["micro_batch_tokens"])
+        steps.append(total_steps(t["max_steps"], t["max_tokens"], plan.tokens))
+    kinds = {kind_of(config): config for config in configs}
+    if sum(steps) < FEWEST_STEPS or len(kinds) > MOST_KINDS or any(c["trainer"]["devices"] > 1 for c in configs):
+        return None
+    import torch
+
+    from polarlm.training.step_time import seconds_per_step
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        times = {
+            kind: seconds_per_step([config], vocabulary_of(config), SECONDS)[0] for kind, config in kinds.items()
+        }
+    finally:
+        torch.set_num_threads(before)
+    return [count * times[kind_of(config)] for count, config in zip(steps, configs)]
+
+
+def kind_of(config: dict[str, Any]) -> str:
+    """Equal for jobs whose steps take equally long."""
+    trainer = {k: config["trainer"][k] for k in ("batch_tokens", "micro_batch_tokens", "precision", "compile")}
+    parts = [config["block"], config["model"], config["optim"]["_target_"], trainer, vocabulary_of(config)]
+    return json.dumps(parts, sort_keys=True)
+
+
+def vocabulary_of(config: dict[str, Any]) -> int:
+    """The tokenizer's vocabulary as far as its settings tell it."""
+    tokenizer = config["tokenizer"]
+    return VOCABULARY.get(tokenizer["kind"]) or tokenizer.get("vocab_size") or 10_000
+
+
+def side_by_side(overrides: Sequence[str]) -> tuple[int, int | None] | None:
+    """(jobs at a time, threads of each) of the launcher that a command line names; None for one on other machines."""
+    from polarlm.launch.pool import share_of_cores
+
+    given = dict(text.split("=", 1) for text in overrides if text.startswith("hydra") and "=" in text)
+    launcher = given.get("hydra/launcher", "basic")
+
+    def number(key: str) -> int | None:
+        value = given.get(f"hydra.launcher.{key}", "")
+        return int(value) if value.isdigit() else None
+
+    if launcher == "basic":
+        return 1, None
+    if launcher == "local":
+        return share_of_cores(number("jobs"), number("threads"))
+    return (number("n_jobs") or 2, 1) if launcher == "joblib" else None
