@@ -1,4 +1,4 @@
-"""How long jobs will take here, from a few measured steps of every kind of job; validation and starting up come on top."""
+"""How long jobs will take here, from a few measured steps of every kind of job; validation comes on top."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-MOST_KINDS = 12  # more kinds of jobs than this take too long to measure
+MOST_KINDS = 12  # of more kinds of jobs one per block is measured, and the others follow by their FLOPs
 FEWEST_STEPS = 400  # of all jobs together: less is over before it is measured
 SECONDS = 1.0  # of measuring per kind
 VOCABULARY = {"byte": 256, "char": 100, "gpt2": 50257}
@@ -22,9 +22,21 @@ def seconds_of_jobs(configs: Sequence[dict[str, Any]], threads: int | None = Non
         processes = t["devices"] * t["nodes"]
         plan = plan_batches(t["batch_tokens"], config["model"]["context"], processes, t["micro_batch_tokens"])
         steps.append(total_steps(t["max_steps"], t["max_tokens"], plan.tokens))
-    kinds = {kind_of(config): config for config in configs}
-    if sum(steps) < FEWEST_STEPS or len(kinds) > MOST_KINDS or any(c["trainer"]["devices"] > 1 for c in configs):
+    if sum(steps) < FEWEST_STEPS or any(config["trainer"]["devices"] > 1 for config in configs):
         return None
+    kinds = {kind_of(config): config for config in configs}
+    measured = kinds
+    if len(kinds) > MOST_KINDS:
+        measured = {kind_of(c): c for c in {c["choices"]["block"]: c for c in kinds.values()}.values()}
+    times = measure(measured, threads)
+    speeds = {measured[kind]["choices"]["block"]: t / flops_of_step(measured[kind]) for kind, t in times.items()}
+    for kind in kinds.keys() - times.keys():
+        times[kind] = flops_of_step(kinds[kind]) * speeds[kinds[kind]["choices"]["block"]]
+    return [count * times[kind_of(config)] for count, config in zip(steps, configs)]
+
+
+def measure(kinds: dict[str, dict[str, Any]], threads: int | None) -> dict[str, float]:
+    """Seconds of a step of every kind, with as many threads as a job will have."""
     import torch
 
     from polarlm.training.step_time import seconds_per_step
@@ -32,12 +44,17 @@ def seconds_of_jobs(configs: Sequence[dict[str, Any]], threads: int | None = Non
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
-        times = {
-            kind: seconds_per_step([config], vocabulary_of(config), SECONDS)[0] for kind, config in kinds.items()
-        }
+        return {kind: seconds_per_step([c], vocabulary_of(c), SECONDS)[0] for kind, c in kinds.items()}
     finally:
         torch.set_num_threads(before)
-    return [count * times[kind_of(config)] for count, config in zip(steps, configs)]
+
+
+def flops_of_step(config: dict[str, Any]) -> float:
+    """Counted FLOPs of an optimiser step."""
+    from polarlm.model.build import build_model
+
+    model = build_model(config, vocabulary_of(config))
+    return float(model.flops_per_token(config["model"]["context"]) * config["trainer"]["batch_tokens"])
 
 
 def kind_of(config: dict[str, Any]) -> str:

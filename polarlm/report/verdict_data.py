@@ -4,11 +4,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from scipy import stats
 
 from polarlm.verdict.comparison import NOT_SHOWN, Comparison
 from polarlm.verdict.evidence import ALPHA
-from polarlm.verdict.groups import Group, short_key, varied_number
+from polarlm.verdict.groups import Group, short_key, varied_number, varied_value
 from polarlm.verdict.judgement import UNEQUAL, Judged, Judgement, seed_losses
 from polarlm.verdict.power import seeds_to_decide, smallest_effect
 
@@ -74,7 +75,7 @@ def _response(groups: Sequence[Group], judgement: Judgement) -> dict[str, Any] |
         return None
     points: list[dict[str, Any]] = []
     for index, (group, row) in enumerate(zip(groups, judgement.rows)):
-        value = group.varied.get(key)
+        value = varied_value(group, key)
         estimate = row.estimates[judgement.metric]
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not estimate.n:
             continue
@@ -86,7 +87,23 @@ def _response(groups: Sequence[Group], judgement: Judgement) -> dict[str, Any] |
     if len(set(values)) < 3:
         return None
     log = min(values) > 0 and max(values) / min(values) >= DECADES_FROM
-    return {"key": key, "name": short_key(key), "log": log, "points": points}
+    is_size = key == "model.d_model"
+    fits = _fits(groups, points) if is_size and judgement.measure.lower_is_better else []
+    return {"key": key, "name": short_key(key), "log": log or is_size, "points": points, "fits": fits}
+
+
+def _fits(groups: Sequence[Group], points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Loss = a + b log2(width) over all seeds of each block: b is what a doubling of the width brings."""
+    fits = []
+    for block in dict.fromkeys(groups[point["group"]].block for point in points):
+        own = [point for point in points if groups[point["group"]].block == block]
+        pairs = [(math.log2(point["x"]), seed) for point in own for seed in point["seeds"]]
+        x = sorted({point["x"] for point in own})
+        if len(x) >= 3:
+            slope, start = np.polyfit(*zip(*pairs), 1)
+            line = [float(start + slope * math.log2(value)) for value in x]
+            fits.append({"group": own[0]["group"], "block": block, "x": x, "y": line, "perDoubling": float(slope)})
+    return fits
 
 
 def _waterfall(judgement: Judgement) -> list[dict[str, Any]] | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def estimate(study: Any, jobs: int | None, threads: int | None) -> str:
-    """A sentence, or nothing where nothing is left or too many kinds of runs would have to be measured."""
+    """A sentence, or nothing where nothing is left."""
     from polarlm.launch.board import clock
     from polarlm.launch.estimate import seconds_of_jobs
     from polarlm.launch.pool import share_of_cores
@@ -23,7 +23,7 @@ def estimate(study: Any, jobs: int | None, threads: int | None) -> str:
 
 
 def missing(study: Any) -> dict[str, dict[str, Any]]:
-    """identity → configuration of every run that is still to be trained, also of seeds whose value is not chosen yet."""
+    """identity → configuration of every run to be trained, also of seeds whose value is not chosen yet."""
     found = {job.identity: job.config for _, job in study.jobs() if study.outcome(job.identity) is None}
     for question in study.questions:
         named = {(j.part, j.variant) for j in study.planner.ready(question, study.outcome) if j.stage == "seeds"}

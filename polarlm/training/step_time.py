@@ -18,12 +18,12 @@ from polarlm.training.optimisers import build_optimiser
 WARM_UP, FEWEST, SECONDS = 2, 8, 10.0
 
 
-def seconds_per_step(configs: Sequence[dict[str, Any]], vocabulary: int) -> list[float]:
+def seconds_per_step(configs: Sequence[dict[str, Any]], vocabulary: int, seconds: float = SECONDS) -> list[float]:
     """Median seconds of an optimiser step of each configuration; taken in turn, so that a slow moment hits them all."""
     steps = [_step(config, vocabulary) for config in configs]
     taken: list[list[float]] = [[] for _ in steps]
     started, rounds = time.perf_counter(), 0
-    while rounds < WARM_UP + FEWEST or time.perf_counter() - started < SECONDS:
+    while rounds < WARM_UP + FEWEST or time.perf_counter() - started < seconds:
         for step, times in zip(steps, taken):
             begun = time.perf_counter()
             step()

@@ -141,9 +141,16 @@ def varied_number(groups: Sequence[Group]) -> str | None:
     if len(columns) != 1:
         return None
     key = next(iter(columns.values()))
-    values = [g.varied.get(key) for g in groups]
+    if key == "model":  # named sizes that differ in their width
+        key = "model.d_model"
+    values = [varied_value(g, key) for g in groups]
     known = [v for v in values if isinstance(v, (int, float)) and not isinstance(v, bool)]
     return key if len(set(known)) >= 3 else None
+
+
+def varied_value(group: Group, key: str) -> Any:
+    """A group's value of a varied setting, also of one that follows from a varied choice."""
+    return group.varied.get(key, group.runs[0].settings.get(key))
 
 
 def _is_default(key: str, value: Any, run: Run) -> bool:

@@ -84,9 +84,11 @@ FIGURES.response = () => {
       marker: { color: colour, size: own.map((p) => (p.baseline ? 13 : 8)), symbol: own.map((p) => (p.baseline ? "diamond" : "circle")), line: { color: ink.paper, width: 1.5 } },
       hovertemplate: `${plain(response.name)} = %{x}: %{y:.4g}<extra>${plain(block)}, mean</extra>` });
   }
-  const base = points.find((p) => p.baseline);
+  const base = points.find((p) => p.baseline), fits = response.fits.filter((f) => shownRuns(f.group).length);
+  for (const fit of fits) traces.push({ type: "scatter", mode: "lines", x: fit.x, y: fit.y, line: { color: blocks.length > 1 ? ink.groups[fit.group] : ink.accent, width: 1.4, dash: "dash" }, hoverinfo: "skip", meta: { fit: true } });
+  const doubling = fits.length ? ` Dashed: loss = a + b·log₂(width), fitted to all seeds; a doubling brings ${fits.map((f) => `${f.block} ${short(f.perDoubling)}`).join(", ")}.` : "";
   return { title: `${sentence(DATA.title)} against ${response.name}` + (base ? ` (baseline: ${response.name} = ${base.x})` : ""), traces,
-    note: `On the whole ${DATA.split} split. Line: mean over seeds; band: 95 % interval of each mean; dots: seeds; diamond: the baseline.`,
+    note: `On the whole ${DATA.split} split. Line: mean over seeds; band: 95 % interval of each mean; dots: seeds; diamond: the baseline.${doubling}`,
     layout: { xaxis: { title: { text: response.key }, type: response.log ? "log" : "linear", ...(response.log ? { tickvals: [...new Set(points.map((p) => p.x))], ticktext: [...new Set(points.map((p) => p.x))].map(String) } : {}) },
       yaxis: { title: { text: DATA.title } } } };
 };
