@@ -97,10 +97,11 @@ def _fits(groups: Sequence[Group], points: Sequence[dict[str, Any]]) -> list[dic
     fits = []
     for block in dict.fromkeys(groups[point["group"]].block for point in points):
         own = [point for point in points if groups[point["group"]].block == block]
-        pairs = [(math.log2(point["x"]), seed) for point in own for seed in point["seeds"]]
+        doublings = [math.log2(point["x"]) for point in own for _ in point["seeds"]]
+        losses = [seed for point in own for seed in point["seeds"]]
         x = sorted({point["x"] for point in own})
         if len(x) >= 3:
-            slope, start = np.polyfit(*zip(*pairs), 1)
+            slope, start = np.polyfit(doublings, losses, 1)
             line = [float(start + slope * math.log2(value)) for value in x]
             fits.append({"group": own[0]["group"], "block": block, "x": x, "y": line, "perDoubling": float(slope)})
     return fits
