@@ -100,6 +100,21 @@ def test_a_watched_step_waits_for_the_gpu(monkeypatch):
     assert waited == [GPU]
 
 
+def test_gpus_are_named(two_gpus, monkeypatch):
+    from types import SimpleNamespace
+
+    from polarlm.launch.doctor import device, timed
+    from polarlm.runs.environment import environment
+
+    waited = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=80e9))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append("cuda"))
+    assert environment()["gpus"] == ["NVIDIA H100 80GB HBM3"] * 2
+    assert [check[1:] for check in device()] == [(f"cuda:{i}", "NVIDIA H100 80GB HBM3, 80 GB") for i in (0, 1)]
+    timed(lambda: None, "cuda", repeats=2)
+    assert len(waited) == 3
+
+
 def test_a_run_is_restored_onto_the_gpu(two_gpus, monkeypatch, tmp_path):
     from polarlm.model import GPT
     from polarlm.runs.restore import restore_run
