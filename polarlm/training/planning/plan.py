@@ -113,8 +113,10 @@ def _step(config: dict[str, Any], vocabulary: int, batch: BatchPlan, precision: 
 def _untouched(config: dict[str, Any], vocabulary: int) -> GPT:
     from polarlm.training.planning.memory import UntouchedWeights
 
+    # Without the measurement by which init=width scales a branch: these weights hold no numbers.
+    model = {**config["model"], "init": "gpt2"}
     with UntouchedWeights():
-        return build_model(config, vocabulary)
+        return build_model({**config, "model": model}, vocabulary)
 
 
 def shape_of(model: GPT, element_size: int) -> Shape:
