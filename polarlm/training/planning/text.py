@@ -18,9 +18,10 @@ def describe_plan(plan: Plan) -> str:
 def _headline(plan: Plan) -> list[str]:
     s, b, choices = plan.settings, plan.batch, plan.config["choices"]
     nodes = -(-s.gpus // s.per_node)
+    how = plan.strategy if s.gpus > 1 else "alone"
     return [
         f"{choices['block']} block, {choices['model']} model, {plan.parameters:,} parameters, context {b.context:,}",
-        f"{s.gpus} × {plan.gpu.title} in {nodes} node{'s' * (nodes > 1)}: {plan.strategy}, {plan.precision}",
+        f"{s.gpus} × {plan.gpu.title} in {nodes} node{'s' * (nodes > 1)}: {how}, {plan.precision}",
         f"a step: {b.tokens:,} tokens = {s.gpus} GPUs × {b.accumulate} micro-batches × {b.micro} windows "
         f"of {b.context:,}; {plan.steps:,} steps",
     ]
