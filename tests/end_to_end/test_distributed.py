@@ -28,7 +28,7 @@ def command(workshop, *arguments: str) -> list[str]:
 
 def run(workshop, *arguments: str, **more: str) -> subprocess.CompletedProcess:
     options = {"cwd": workshop.folder, "env": environment(**more), "capture_output": True, "text": True}
-    return subprocess.run([sys.executable, *arguments], timeout=300, **options)
+    return subprocess.run([sys.executable, *arguments], timeout=500, **options)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,9 @@ def test_a_run_of_two_processes_is_used_like_any_other(workshop, together):
     assert state["state_dict"]["model.embedding.weight"].shape == (257, 32)  # not a shard
     for file in (folder, folder / "checkpoints" / "last.ckpt"):
         done = workshop.run("eval.py", f"checkpoint={file}", "split=val")
-        assert done.code == 0 and f"{workshop.summary(together)['val/loss']:.3f}" in done.out, done.out
+        assert done.code == 0, done.out
+        again = json.loads(done.out.strip().splitlines()[-1])
+        assert again["val/loss"] == pytest.approx(workshop.summary(together)["val/loss"], abs=1e-5)
     for verb in (["generate", "--tokens", "5"], ["export", "--out", f"{workshop.folder}/{together}-hf"], ["inspect"]):
         done = workshop.run("polarlm/__main__.py", verb[0], str(folder), *verb[1:])
         assert done.code == 0, done.out
@@ -111,7 +113,7 @@ def test_slurm_with_two_machines(workshop, alone, strategy):
                 [sys.executable, *settings], cwd=workshop.folder, env=place, stdout=log, stderr=subprocess.STDOUT
             )
         )
-    codes = [task.wait(300) for task in tasks]
+    codes = [task.wait(500) for task in tasks]
     told = "\n".join((workshop.folder / f"{name}-{rank}.txt").read_text() for rank in (0, 1))
     assert codes == [0, 0], told
     assert_like(workshop.rows(name), alone)
