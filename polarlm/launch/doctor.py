@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-Check = tuple[str, str, str]  # ok | warning | FAILED, what, what was found
-TOLERANCE = 1e-4  # largest difference of a backend from the reference, relative to the reference's largest number
+Check = tuple[str, str, str]  # ok | n/a | warning | FAILED, what, what was found
 
 
 def add_parser(verbs: Any) -> None:
@@ -38,8 +37,8 @@ def doctor(options: argparse.Namespace) -> int:
 def checks(*, offline: bool) -> Iterator[Check]:
     """Every check, one after the other; a check that raises is a failed one, never a traceback."""
     parts: list[tuple[str, Callable[[], Iterator[Check]]]] = [
-        ("python", versions), ("device", device), ("matrix products", precisions), ("torch.compile", compiler),
-        ("attention", backends), ("disk", disk),
+        ("python", versions), ("device", device), ("matrix products", precisions), ("C++ kernels", native),
+        ("torch.compile", compiler), ("attention", backends), ("disk", disk),
     ]  # fmt: skip
     if not offline:
         parts.append(("network", services))
@@ -68,26 +67,46 @@ def device() -> Iterator[Check]:
     for index in range(torch.cuda.device_count()):
         memory = torch.cuda.get_device_properties(index).total_memory / 1e9
         yield "ok", f"cuda:{index}", f"{torch.cuda.get_device_name(index)}, {memory:.0f} GB"
+    if torch.backends.mps.is_available():
+        yield "ok", "mps", "Apple GPU; attention runs in plain torch there"
     if not torch.cuda.is_available():
         capability = torch.backends.cpu.get_cpu_capability()
-        yield "ok", "cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {capability}; no GPU seen"
+        yield "ok", "cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {capability}; no CUDA GPU seen"
 
 
 def precisions() -> Iterator[Check]:
-    """The speed of a matrix product in each number format."""
+    """The speed of a matrix product in each number format, and what trainer.precision=auto makes of it."""
     import torch
 
-    where = "cuda" if torch.cuda.is_available() else "cpu"
-    size = 4096 if where == "cuda" else 512
+    from polarlm.training.hardware import choose_accelerator, choose_precision
+
+    where = choose_accelerator("auto")
+    size = 4096 if where == "cuda" else 256
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         a = torch.randn(size, size, device=where).to(dtype)
         try:
             seconds = timed(lambda a=a: a @ a, where)  # type: ignore[misc]
         except RuntimeError as error:
-            yield "warning", name, f"not available here ({str(error).splitlines()[0]})"
+            yield "n/a", name, f"not available here ({str(error).splitlines()[0]})"
             continue
         yield "ok", name, f"{2 * size**3 / seconds / 1e9:,.3g} GFLOP/s ({size} × {size})"
+    choice = choose_precision("auto", where)
+    yield "ok", "trainer.precision=auto", f"{choice.value}: {choice.why}"
+
+
+def native() -> Iterator[Check]:
+    """Whether the C++ kernels can be compiled, or lie ready."""
+    import torch
+
+    from polarlm.attention.kernels.native_backend import unbuilt
+
+    began = time.perf_counter()
+    reason = unbuilt(torch.float32)
+    if reason is None:
+        yield "ok", "C++ kernels", f"ready after {time.perf_counter() - began:.1f} s"
+    else:
+        yield "warning", "C++ kernels", f"{reason}; attention on a CPU runs in plain torch, several times slower"
 
 
 def compiler() -> Iterator[Check]:
@@ -109,33 +128,23 @@ def compiler() -> Iterator[Check]:
 
 def backends() -> Iterator[Check]:
     """Every attention backend against the reference: largest difference of outputs and gradients, and time."""
-    import torch
+    from polarlm.attention.kernels import BACKENDS
+    from polarlm.attention.kernels.selfcheck import check, passes, small_call
+    from polarlm.training.hardware import choose_accelerator
 
-    from polarlm.attention.kernels import BACKENDS, DirectionalNoise, RobustCall, robust_attention
-
-    where = "cuda" if torch.cuda.is_available() else "cpu"
-    generator = torch.Generator().manual_seed(0)
-    heads, length, size = 4, 128, 32
-    q, k, v = (torch.randn(2, heads, length, size, generator=generator).to(where).requires_grad_() for _ in range(3))
-    ones = torch.ones(heads, device=where)
-    noise = DirectionalNoise(0.01 * ones, 0.5 * ones, 0.5 * ones, 0.2 * ones, 0.01 * ones, nu=4 * ones)
-    magnitude = torch.rand(2, length, generator=generator).to(where) + 0.5
-    call = RobustCall(q, k, v, noise, "student", magnitude=magnitude)
-
-    def pass_through(name: str) -> list[Any]:
-        output = robust_attention(call, name).v_bar
-        return [output.detach(), *torch.autograd.grad(output.square().sum(), (q, k, v))]
-
-    exact = pass_through("reference")
+    where = choose_accelerator("auto")
     for name, backend in BACKENDS.items():
-        obstacle = backend.obstacle(call)
+        obstacle = backend.obstacle(small_call(where))
         if obstacle:
-            yield "warning", f"attention: {name}", f"not here: {obstacle}"
+            yield "n/a", f"attention: {name}", f"not here: {obstacle}"
             continue
-        error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(pass_through(name), exact))
-        seconds = timed(lambda name=name: pass_through(name), where, repeats=2)  # type: ignore[misc]
-        state = "ok" if error < TOLERANCE else "FAILED"
-        yield state, f"attention: {name}", f"error {error:.0e}, {1000 * seconds:.1f} ms forward and backward"
+        compared = check(backend.run, BACKENDS["reference"].run, where)
+        if compared.reason is not None:
+            yield "FAILED", f"attention: {name}", compared.reason
+            continue
+        seconds = timed(lambda run=backend.run: passes(run, where), where, repeats=3)  # type: ignore[misc]
+        found = f"error {compared.error:.0e}, {1000 * seconds:.1f} ms forward and backward"
+        yield "ok", f"attention: {name}", found
 
 
 def disk() -> Iterator[Check]:

@@ -36,7 +36,7 @@ def check(
     as_they_are = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
     with torch.inference_mode(False), torch.enable_grad(), as_they_are:
         try:
-            expected, actual = (_numbers(function, device) for function in (reference, run))
+            expected, actual = (passes(function, device) for function in (reference, run))
             error = max(_difference(a, b) for a, b in zip(expected, actual))
         except Exception as problem:  # a compiler's, a driver's or a launcher's: they have no common base class
             return Check(None, time.perf_counter() - began, f"{type(problem).__name__}: {str(problem)[:200]}")
@@ -63,7 +63,8 @@ def small_call(device: torch.device | str) -> RobustCall:
     return RobustCall(q, k, v, noise, "student", magnitude=m, radial_mode="own", radial=radial)
 
 
-def _numbers(run: Callable[[RobustCall], AttentionOutput], device: torch.device | str) -> list[Tensor]:
+def passes(run: Callable[[RobustCall], AttentionOutput], device: torch.device | str) -> list[Tensor]:
+    """Outputs and gradients of the small call: one pass forward and one back."""
     call = small_call(device)
     assert call.magnitude is not None and call.radial is not None
     out = run(call)
