@@ -52,7 +52,7 @@ def steps(shape_name: str, allowed: dict[str, float], context: int, batch: int, 
 def d384(quick: bool) -> list[dict]:
     """d 384, 6 layers, vocabulary 4,096, 4,096 tokens per step."""
     tokens, rounds = (256, 1) if quick else (4096, 5)
-    shape = dict(n_layer=1, d_model=64) if quick else {}
+    shape = dict(n_layer=1, d_model=96) if quick else {}
     return [
         row
         for context in (256, 1024)

@@ -1,6 +1,6 @@
-"""Compile the Triton kernels for sm_80 and sm_90 without a GPU and say what they use: registers, shared memory, spills.
+"""Compile the Triton kernels for sm_80, 90 and 100 without a GPU and say what they use: registers, shared memory, spills.
 
-python -m benchmarks.triton_aot [--head-dim 64 128] [--dtype bf16 fp32] [--sm 80 90] [--variant polar rfa] [--json FILE]
+python -m benchmarks.triton_aot [--head-dim 64 128] [--dtype bf16 fp32] [--sm 80 90 100] [--variant polar rfa] [--json FILE]
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--variant", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128])
     parser.add_argument("--dtype", nargs="+", default=list(BYTES), choices=list(BYTES))
-    parser.add_argument("--sm", nargs="+", type=int, default=[80, 90])
+    parser.add_argument("--sm", nargs="+", type=int, default=[80, 90, 100])
     parser.add_argument("--blocks", nargs=4, type=int, metavar=("Q", "K", "WARPS", "STAGES"), help="try other sizes")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     options = parser.parse_args()
