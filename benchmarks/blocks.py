@@ -17,14 +17,16 @@ from polarlm.locations import CONFIGS
 from polarlm.model import GPT, GPTConfig
 from polarlm.training.loggers.throughput import measured_peak
 
+PAPER = {"projection": "evidence", "radial": "own"}  # what block=polar_paper changes that costs time
 # Name in the table -> (yaml of configs/block, what differs from it).
 BLOCKS: dict[str, tuple[str, dict]] = {
     "standard": ("standard", {}),
     "xsa": ("xsa", {}),
     "rfa": ("rfa", {}),
-    "polar": ("polar", {"kernel": "student", "projection": "evidence", "radial": "own"}),
-    "polar, qk": ("polar", {"radial_correlation": "qk"}),
-    "polar, radial off": ("polar", {"kernel": "student", "projection": "evidence", "radial": "none"}),
+    "polar": ("polar", {}),
+    "polar, evidence": ("polar", {"projection": "evidence"}),
+    "polar_paper, qk": ("polar", PAPER | {"radial_correlation": "qk"}),
+    "polar_paper": ("polar", PAPER),
 }
 SHAPE = dict(d_model=384, n_layer=6, n_head=6)
 VOCABULARY = 4096

@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 
 import torch
 
-from benchmarks.blocks import VOCABULARY, build, training_step
+from benchmarks.blocks import BLOCKS, VOCABULARY, build, training_step
 from benchmarks.decoding import decoding
 from benchmarks.memory import memory_against_context
 from benchmarks.neighbour import with_a_neighbour
@@ -25,28 +25,31 @@ from benchmarks.run import RESULTS
 from benchmarks.timing import ratios, turns
 from polarlm.training.loggers.throughput import measured_peak
 
-BLOCKS = ("standard", "xsa", "rfa", "polar, radial off", "polar, qk", "polar")
+CHOSEN = list(BLOCKS)
 SMALL = dict(d_model=128, n_layer=4, n_head=4)
 YARDSTICK = SMALL | dict(vocab_size=65)  # nanoGPT's CPU set-up: characters, context 64, batch 12
 # What a block may cost relative to `standard`, by context at d 384, and at the small shapes.
 ALLOWED = {
-    256: {"xsa": 1.03, "rfa": 1.10, "polar, radial off": 1.08, "polar, qk": 1.12, "polar": 1.12},
-    1024: {"xsa": 1.03, "rfa": 1.15, "polar, radial off": 1.12, "polar, qk": 1.20, "polar": 1.20},
-    "small": {"polar": 1.35, "polar, qk": 1.35, "polar, radial off": 1.35},
+    256: {"xsa": 1.03, "rfa": 1.10, "polar": 1.08, "polar_paper": 1.12},
+    1024: {"xsa": 1.03, "rfa": 1.15, "polar": 1.12, "polar_paper": 1.20},
+    "small": {"polar": 1.35, "polar_paper": 1.35},
 }
 
 
 def steps(shape_name: str, allowed: dict[str, float], context: int, batch: int, rounds: int, **shape) -> list[dict]:
-    """Whole training steps of every block, interleaved."""
+    """Whole training steps of every chosen block, interleaved."""
     vocabulary = shape.get("vocab_size", VOCABULARY)
-    models = {name: build(name, context, **shape) for name in BLOCKS}
+    models = {name: build(name, context, **shape) for name in CHOSEN}
     found = ratios(
         turns(
             {name: training_step(m.loss, m, batch, context, vocabulary) for name, m in models.items()}, rounds, warmup=1
         ),
         "standard",
     )
-    return [{"shape": shape_name, "block": name, **row, "goal": allowed.get(name)} for name, row in found.items()]
+    return [
+        {"shape": shape_name, "block": name, **row, "goal": allowed.get(name.partition(",")[0])}
+        for name, row in found.items()
+    ]
 
 
 def d384(quick: bool) -> list[dict]:
@@ -64,7 +67,7 @@ def d384(quick: bool) -> list[dict]:
 
 def small(quick: bool) -> list[dict]:
     """The yardstick (characters, context 64, batch 12) and `model=nano` (context 128, 1,024 tokens)."""
-    rounds = 2 if quick else 60
+    rounds = 2 if quick else 40
     allowed = ALLOWED["small"]
     rows = steps("yardstick", allowed, 64, 12, rounds, **YARDSTICK)
     return rows + steps("nano", allowed, 128, 8, rounds, **SMALL)
@@ -92,8 +95,8 @@ def peers(quick: bool) -> list[dict]:
 def memory(quick: bool) -> list[dict]:
     """Peak memory that training steps add to an idle model, 8,192 tokens per batch."""
     contexts, tokens = ((128,), 256) if quick else ((256, 1024, 4096), 8192)
-    rows = memory_against_context(("standard", "polar"), contexts, tokens)
-    return [row | {"goal": 1.2 if row["block"] == "polar" else None} for row in rows]
+    rows = memory_against_context(("standard", "polar", "polar_paper"), contexts, tokens)
+    return [row | {"goal": 1.2 if row["block"] != "standard" else None} for row in rows]
 
 
 def decode(quick: bool) -> list[dict]:
@@ -107,8 +110,8 @@ def decode(quick: bool) -> list[dict]:
                 if quick and (name, batch) != ("nano", 1):
                     continue
                 length = 20 if quick else (128 if name == "nano" else 256)
-                for row in decoding(("standard", "xsa", "rfa", "polar"), length, batch, **shape):
-                    rows.append({"shape": name, **row, "goal": 1.5 if row["block"] == "polar" else None})
+                for row in decoding(("standard", "xsa", "rfa", "polar", "polar_paper"), length, batch, **shape):
+                    rows.append({"shape": name, **row, "goal": 1.5 if "polar" in row["block"] else None})
         return rows
     finally:
         torch.set_num_threads(threads)
@@ -118,7 +121,7 @@ def neighbour(quick: bool) -> list[dict]:
     """d 384, context 1,024: how much a step slows down beside one busy process."""
     if quick:
         return with_a_neighbour(("standard", "polar"), 64, 128, 1, **SMALL)
-    return with_a_neighbour(("standard", "polar", "polar, qk"), 1024, 4096, 5)
+    return with_a_neighbour(("standard", "polar", "polar_paper"), 1024, 4096, 5)
 
 
 PARTS: dict[str, Callable[[bool], list[dict]]] = {
@@ -151,7 +154,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--quick", action="store_true", help="toy sizes, to see that everything runs")
+    parser.add_argument("--blocks", nargs="+", choices=BLOCKS, default=CHOSEN, help="of whole steps, `standard` first")
     options = parser.parse_args()
+    CHOSEN[:] = options.blocks
     RESULTS.mkdir(exist_ok=True)
     about = {
         "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),

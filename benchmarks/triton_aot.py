@@ -1,6 +1,6 @@
-"""Compile the Triton kernels for sm_80, 90 and 100 without a GPU and say what they use: registers, shared memory, spills.
+"""Compile the Triton kernels for sm_80, 90 and 100 without a GPU: registers, shared memory and spills of each.
 
-python -m benchmarks.triton_aot [--head-dim 64 128] [--dtype bf16 fp32] [--sm 80 90 100] [--variant polar rfa] [--json FILE]
+python -m benchmarks.triton_aot [--head-dim 64 128] [--dtype bf16 fp32] [--sm 80 90 100] [--variant polar] [--json FILE]
 """
 
 from __future__ import annotations

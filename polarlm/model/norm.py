@@ -18,5 +18,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last axis; the result has x's dtype."""
+        if x.dtype == self.weight.dtype == torch.float32:
+            return rms_norm(x, self.weight, self.eps)
         wide = torch.promote_types(x.dtype, torch.float32)
         return rms_norm(x.to(wide), self.weight.to(wide), self.eps).to(x.dtype)

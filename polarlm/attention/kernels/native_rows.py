@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,15 +107,25 @@ def _run(
     sums: dict[str, Tensor] | None = None,
     **operands: Tensor,
 ) -> None:
-    heads = x.shape[1] if x.dim() == 4 else 1
+    shape = x.shape
     threads = torch.get_num_threads() if x.numel() >= WORTH_SHARING else 1
-    rows = _Rows(x.shape[0], heads, x.shape[-2], channels or x.shape[-1], threads, radius, eps)
-    for key, value in ({"x": x} | operands).items():
-        batch, *head, token = value.stride()[:-1]
-        setattr(rows, key, _Operand(value.data_ptr(), Strides(batch, head[0] if head else 0, token)))
-    for key, value in (sums or {}).items():
-        setattr(rows, key, value.data_ptr())
-    getattr(library("float"), f"polarlm_{name}")(ctypes.byref(rows), parallel())
+    rows = _Rows(shape[0], shape[1] if len(shape) == 4 else 1, shape[-2], channels or shape[-1], threads, radius, eps)
+    operands["x"] = x
+    for key, value in operands.items():
+        steps = value.stride()
+        head = steps[1] if len(steps) == 4 else 0
+        setattr(rows, key, _Operand(value.data_ptr(), (steps[0], head, steps[-2])))
+    if sums is not None:
+        for key, value in sums.items():
+            setattr(rows, key, value.data_ptr())
+    _function(name)(rows, parallel())
+
+
+@functools.cache
+def _function(name: str) -> Any:
+    function = getattr(library("float"), f"polarlm_{name}")
+    function.argtypes = (ctypes.POINTER(_Rows), ctypes.c_void_p)
+    return function
 
 
 def _side_by_side(x: Tensor) -> Tensor:
