@@ -12,7 +12,7 @@ import torch
 
 from polarlm.attention.kernels.build import cache_folder, processor
 
-SIZE = 256
+SIZE = 128
 LONGEST_SECONDS = 0.02  # per precision: bf16 without hardware for it is up to a hundred times slower
 
 
