@@ -94,15 +94,13 @@ class StandardAttention(Mixer):
         return v_bar
 
     def projection(self) -> str | None:
-        """What `combine` is called in geometry/multihead.py, for decoding; None for what has no name there."""
-        return "none" if type(self).combine is StandardAttention.combine else None
+        """What `combine` is called in geometry/multihead.py, for decoding; a block made from this one has to say so."""
+        return "none" if type(self) is StandardAttention else None
 
     def _recipe(self) -> Recipe | None:
         """What a layer decodes with: soft-max attention is the exponential kernel of -2 q.k at precision 1."""
         additions = (self.q_norm, self.head_gate, self.value_residual)
-        kind, projection = type(self), self.projection()
-        if kind.place is not StandardAttention.place or kind.bias is not StandardAttention.bias:
-            return None
+        projection = self.projection()
         if projection is None or self.frequencies.kind != "shared" or any(x is not None for x in additions):
             return None
         one = torch.ones(self.shape.n_head)
