@@ -61,6 +61,11 @@ class GPTConfig:
         for key, allowed in (("init", ("width", "gpt2")), ("frame", FRAME_NAMES)):
             if getattr(self, key) not in allowed:
                 raise UserError(f"model.{key} is {getattr(self, key)!r}; allowed: {', '.join(allowed)}.")
+        if self.frame == "ngpt" and self.zero_init:
+            raise UserError(
+                "model.zero_init=true contradicts the frame ngpt, whose matrices have rows or columns of length 1; set "
+                "model.zero_init=false."
+            )
         if not 0 <= self.dropout < 1:
             raise UserError(f"model.dropout is {self.dropout}; it must be in [0, 1).")
         if self.ffn_mult <= 0:

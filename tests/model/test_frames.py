@@ -129,6 +129,11 @@ def test_a_raw_block_refuses_a_frame_that_scales_norms():
         GPT(GPTConfig(**SIZE, frame="scaled"), lambda shape: PolarAttention(shape, norm_position="post"))
 
 
+def test_ngpt_refuses_to_start_at_zero():
+    with pytest.raises(UserError, match="zero_init=false"):
+        GPTConfig(**SIZE, frame="ngpt", zero_init=True)
+
+
 def test_two_frames_are_refused_and_one_is_taken():
     assert frame_of(None, {"frame": "post"}) == {}
     assert frame_of("geodesic", {"frame": "pre"}) == {"frame": "geodesic"}
