@@ -31,7 +31,7 @@ from tests.runs.made_up_run import made_up_run
 
 pytest.importorskip("transformers")
 OTHER_PYTHON = os.environ.get("POLARLM_OTHER_PYTHON")
-ADDITIONS = "polar with every addition"  # not a yaml: the pieces of recipes
+ADDITIONS = "polar_additions"  # not a yaml: the pieces of recipes
 NAMES = ALL_BLOCKS if OTHER_PYTHON else ["standard_qknorm", *CLASSES]
 BLOCKS = {name: name != "standard" for name in (*NAMES, ADDITIONS)}  # all but Llama bring code of their own
 TOKENS = 19
