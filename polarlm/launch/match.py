@@ -35,10 +35,10 @@ def apply_match(config: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"match={what} solves model.ffn_width, which was given too; leave one of them out.")
     if what == "seconds" and config["trainer"]["max_tokens"] is not None:
         raise UserError("match=seconds solves trainer.max_steps; give the reference's length as trainer.max_steps.")
-    if config["choices"]["block"] == reference:
+    other = {**config, "block": reference_block(config), "choices": {**config["choices"], "block": reference}}
+    if config["block"] == other["block"]:
         print(f"match={what}: {reference} is the reference, nothing to change", file=sys.stderr)
         return config
-    other = {**config, "block": reference_block(config), "choices": {**config["choices"], "block": reference}}
     solved = _solve_steps(config, other) if what == "seconds" else _solve_width(what, config, other)
     key = SOLVED[what]
     group, _, name = key.partition(".")

@@ -64,6 +64,8 @@ def test_the_reference_itself_is_left_alone(capsys):
     assert apply_match(asked) == asked
     assert "nothing to change" in capsys.readouterr().err
     assert apply_match(config("block=polar")) == config("block=polar")
+    changed = apply_match(config("block=standard", "block.head_gate=true", "match=flops"))  # is not the reference
+    assert changed["matched"]["gap"] != 0
 
 
 def test_the_reference_is_the_block_that_was_named():
