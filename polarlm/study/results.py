@@ -23,7 +23,8 @@ run (settings, seed, commit, torch version, losses, parameters, FLOPs, seconds, 
 plan in `configs/study` asks for and writes the rows. The question, the number that decides, the margin, the seeds and
 the stopping rule stood in the plan before its runs began. Verdicts are those of [statistics.md](statistics.md): paired
 seeds, Holm over everything that is compared in a table, "no difference shown" where the evidence does not decide.
-Small models on small corpora: these are answers about this scale.
+Small models on small corpora: these are answers about this scale. Times are those of the runs as they were, whatever
+else the machine did; FLOPs and tokens travel, milliseconds do not.
 """
 
 

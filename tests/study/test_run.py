@@ -1,0 +1,67 @@
+"""Carrying out a plan: what is there is counted, nothing is trained twice, runs are known by their settings."""
+
+import json
+
+import pytest
+import yaml
+
+from polarlm.study.collect import collect
+from polarlm.study.jobs import Planner
+from polarlm.study.run import Study
+from polarlm.study.summaries import Summary, read_summary
+from tests.study.made_up import question
+
+
+@pytest.fixture(scope="module")
+def planner():
+    return Planner()
+
+
+def write_run(folder, config, status="finished", loss=1.5):
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    numbers = {"status": status, "val/loss": loss, "val/bits_per_byte": 2 * loss, "seed": config["seed"]}
+    (folder / "summary.json").write_text(json.dumps(numbers))
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "tokens": 10, "seconds": 1, "val/bits_per_byte": 3}))
+    return folder
+
+
+def test_finished_runs_are_counted_and_become_rows(tmp_path, planner):
+    asked = question()
+    jobs = planner.ready(asked, lambda identity: None)
+    write_run(tmp_path / "runs" / "by-hand", jobs[0].config)
+    write_run(tmp_path / "runs" / "killed", jobs[1].config, "running")
+    twice = [asked, question()]  # two questions that need the same runs
+    study = Study(twice, tmp_path / "runs", tmp_path / "rows")
+    waiting = study.waiting()
+    assert len(jobs) == 6 and len(waiting) == 5
+    assert not any("seed=1" in job.overrides and "block=standard" in job.overrides for job in waiting)
+    study.note_all()
+    (row,) = read_summary(tmp_path / "rows", "blocks").rows
+    assert (row["variant"], row["seed"], row["val/loss"], row["curve"]["tokens"]) == ("standard", 1, 1.5, [10])
+    assert row["command"] == "python train.py trainer=cpu block=standard seed=1"
+    # On another machine the row stands for the run, if that is wished.
+    elsewhere = Study([asked], tmp_path / "none", tmp_path / "rows", reuse=True)
+    assert len(elsewhere.waiting()) == 5
+    assert len(Study([asked], tmp_path / "none", tmp_path / "rows").waiting()) == 6
+
+
+def test_runs_made_by_hand_are_collected_by_their_settings(tmp_path, planner):
+    asked = question(tune={"values": [1e-3, 2e-3], "extend": 0, "settings": ["trainer.max_steps=50"]})
+    search = planner.job(asked, "letters", "polar", "tune", 1e-3, 1000)
+    seed = planner.job(asked, "letters", "polar", "seeds", 5e-3, 2)  # a rate that is not in the list
+    older = {**seed.config, "seed": 3, "block": {k: v for k, v in seed.config["block"].items() if k != "irls_steps"}}
+    foreign = {**seed.config, "model": {**seed.config["model"], "n_layer": 9}}
+    folders = [
+        write_run(tmp_path / name, config)
+        for name, config in (("a", search.config), ("b", seed.config), ("c", older), ("d", foreign))
+    ]
+    folders.append(write_run(tmp_path / "e", {**seed.config, "seed": 1}, "running"))
+    summary = Summary("blocks")
+    told = collect(asked, folders, summary, planner)
+    assert [(r["stage"], r["value"], r["seed"]) for r in summary.rows] == [
+        ("tune", 1e-3, 1000), ("seeds", 5e-3, 2), ("seeds", 5e-3, 3),
+    ]  # fmt: skip
+    assert told.younger == {"block.irls_steps"} and told.new == 3
+    assert [f.name for f in told.unplanned] == ["d"] and [f.name for f in told.unfinished] == ["e"]
+    assert collect(asked, folders, summary, planner).renewed == 3  # again: nothing is doubled
