@@ -14,7 +14,7 @@ def rows() -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines][1:]
 
 
-def tests_in(path: str) -> list[str]:
+def functions_in(path: str) -> list[str]:
     return re.findall(r"^def (test_\w+)", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
 
 
@@ -39,7 +39,7 @@ def test_every_row_names_a_test_that_exists():
             assert (ROOT / file).exists(), file
             if function is not None:
                 pattern = re.compile(re.escape(function).replace("…", ".*"))
-                assert any(pattern.search(name) for name in tests_in(file)), f"{file}::{function}"
+                assert any(pattern.search(name) for name in functions_in(file)), f"{file}::{function}"
 
 
 def test_tests_named_in_the_text_exist_too():
