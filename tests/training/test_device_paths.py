@@ -31,13 +31,13 @@ def two_gpus(monkeypatch):
 
 def test_auto_is_cuda_in_bf16_compiled(two_gpus):
     assert choose_accelerator("auto") == choose_accelerator("gpu") == choose_accelerator("cuda") == "cuda"
-    assert choose_precision("auto", "cuda") == "bf16-mixed"
-    assert choose_compile("auto", "cuda") is True
+    assert choose_precision("auto", "cuda").value == "bf16-mixed"
+    assert choose_compile("auto", "cuda", "polar", 1e9, 10).value == "yes"
 
 
 def test_a_gpu_without_bf16_trains_in_fp32(two_gpus, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
-    assert choose_precision("auto", "cuda") == "32-true"
+    assert choose_precision("auto", "cuda").value == "32-true"
 
 
 def test_fp32_products_use_tensor_cores():
