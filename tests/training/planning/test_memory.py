@@ -82,7 +82,7 @@ CASES = [
     ("standard", "32-true", 16, 1, ()),
     ("standard", "bf16-mixed", 8, 1, ("model.checkpointing=true",)),
     ("polar", "32-true", 4, 2, ("model.ffn=gelu", "model.tie_embeddings=false")),
-    ("polar", "bf16-mixed", 3, 2, ("model.context=96",)),
+    ("polar", "bf16-mixed", 3, 2, ("model.context=128",)),
     ("rfa", "bf16-true", 6, 1, ("model.n_kv_head=2",)),
     ("xsa", "32-true", 2, 1, ("model.d_model=128",)),
     ("polar_literal", "32-true", 4, 1, ()),
