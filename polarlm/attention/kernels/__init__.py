@@ -89,7 +89,7 @@ def fastest(call: RobustCall) -> str:
         if obstacle is None and distrust(kernels, device) is None:
             return kernels
         if obstacle is not None and device == "cpu":
-            _warn_once(f"Attention runs in plain torch, several times slower: {obstacle}.")
+            _warn_plain(obstacle)
     return "streaming"
 
 
@@ -105,6 +105,12 @@ def _compared(backend: str, device: str) -> str | None:
     if reason is not None:
         _warn_once(f"block.backend={backend} failed its check on this machine and is not used: {reason}.")
     return reason
+
+
+@torch.compiler.assume_constant_result
+def _warn_plain(obstacle: str) -> None:
+    """Said when a graph is captured, not inside it."""
+    _warn_once(f"Attention runs in plain torch, several times slower: {obstacle}.")
 
 
 @functools.cache
