@@ -6,6 +6,8 @@ the tokens j+1 … i. The learned decay depends on the content, where Polar's mu
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -36,16 +38,8 @@ class ForgetGate(nn.Module):
 class ForgettingAttention(StandardAttention):
     """softmax(q_i . k_j / sqrt(Dh) + sum_{l=j+1..i} log f_l); positions come from forgetting, or also from `rope`."""
 
-    def __init__(
-        self,
-        shape: MixerShape,
-        qk_norm: bool = False,
-        rope: bool = False,
-        forget_bias: float = 0.0,
-        head_gate: bool = False,
-        value_residual: bool = False,
-    ) -> None:
-        super().__init__(shape, qk_norm, head_gate=head_gate, value_residual=value_residual)
+    def __init__(self, shape: MixerShape, *, rope: bool = False, forget_bias: float = 0.0, **standard: Any) -> None:
+        super().__init__(shape, **standard)
         self.rope = rope
         self.forget = ForgetGate(shape, forget_bias)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,16 +24,8 @@ class XPosAttention(StandardAttention):
 
     log_zeta: Tensor
 
-    def __init__(
-        self,
-        shape: MixerShape,
-        qk_norm: bool = False,
-        rotate_values: bool = False,
-        scale: float = 512.0,
-        head_gate: bool = False,
-        value_residual: bool = False,
-    ) -> None:
-        super().__init__(shape, qk_norm, rotate_values, head_gate=head_gate, value_residual=value_residual)
+    def __init__(self, shape: MixerShape, *, scale: float = 512.0, **standard: Any) -> None:
+        super().__init__(shape, **standard)
         modes = shape.head_dim // 2
         # Our modes run from fast to slow, as the paper's do.
         zeta = (torch.arange(modes, dtype=torch.float64) / modes + GAMMA) / (1 + GAMMA)

@@ -14,32 +14,44 @@ SWIGLU_MULTIPLE = 32  # hidden sizes that matrix units like
 GELU_RMS, SQUARED_RELU_RMS, SWIGLU_RMS = 0.6521, 1.5**0.5, 0.5965
 
 
-class GeluFeedForward(nn.Module):
-    """W_down gelu(W_up x), hidden size mult*d."""
+class TwoMatrices(nn.Module):
+    """W_down f(W_up x), hidden size mult*d; `rms` is that of f of unit Gaussians."""
+
+    rms: float
 
     def __init__(self, d_model: int, hidden: int, init: Initialisation) -> None:
         super().__init__()
         self.hidden = hidden
         self.up = linear(d_model, hidden, init.hidden(d_model))
-        self.down = linear(hidden, d_model, init.residual(hidden, FEED_FORWARD_RMS / GELU_RMS))
+        self.down = linear(hidden, d_model, init.residual(hidden, FEED_FORWARD_RMS / self.rms))
+
+    def activation(self, x: Tensor) -> Tensor:
+        """f, channel by channel."""
+        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, d) -> (B, T, d)."""
-        return self.down(F.gelu(self.up(x)))
+        return self.down(self.activation(self.up(x)))
 
 
-class SquaredReluFeedForward(nn.Module):
-    """W_down relu(W_up x)^2 (So et al. 2021, "Primer"), hidden size mult*d."""
+class GeluFeedForward(TwoMatrices):
+    """f = gelu, as in GPT-2."""
 
-    def __init__(self, d_model: int, hidden: int, init: Initialisation) -> None:
-        super().__init__()
-        self.hidden = hidden
-        self.up = linear(d_model, hidden, init.hidden(d_model))
-        self.down = linear(hidden, d_model, init.residual(hidden, FEED_FORWARD_RMS / SQUARED_RELU_RMS))
+    rms = GELU_RMS
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, d) -> (B, T, d)."""
-        return self.down(F.relu(self.up(x)).square())
+    def activation(self, x: Tensor) -> Tensor:
+        """gelu(x)."""
+        return F.gelu(x)
+
+
+class SquaredReluFeedForward(TwoMatrices):
+    """f = relu^2 (So et al. 2021, "Primer")."""
+
+    rms = SQUARED_RELU_RMS
+
+    def activation(self, x: Tensor) -> Tensor:
+        """relu(x)^2."""
+        return F.relu(x).square()
 
 
 class SwiGLUFeedForward(nn.Module):

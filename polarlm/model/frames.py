@@ -22,7 +22,15 @@ from polarlm.model.ngpt import UnitLength, Walk, scale_hidden_units, unit_matric
 from polarlm.model.norm import RMSNorm
 
 
-class Raw(nn.Module):
+class Sum:
+    """A connection that adds the step."""
+
+    def write(self, x: Tensor, step: Tensor) -> Tensor:
+        """The stream and the step."""
+        return x + step
+
+
+class Raw(Sum, nn.Module):
     """x + branch(x): for a mixer that reads the stream as it is."""
 
     def __init__(self, shape: MixerShape) -> None:
@@ -32,12 +40,8 @@ class Raw(nn.Module):
         """The stream itself."""
         return x
 
-    def write(self, x: Tensor, step: Tensor) -> Tensor:
-        """The stream and the step."""
-        return x + step
 
-
-class PreNorm(RMSNorm):
+class PreNorm(Sum, RMSNorm):
     """x + branch(norm x): the stream keeps its magnitude from layer to layer."""
 
     def __init__(self, shape: MixerShape) -> None:
@@ -46,10 +50,6 @@ class PreNorm(RMSNorm):
     def read(self, x: Tensor) -> Tensor:
         """The stream at unit RMS, times a gain."""
         return self(x)
-
-    def write(self, x: Tensor, step: Tensor) -> Tensor:
-        """The stream and the step."""
-        return x + step
 
 
 class PostNorm(RMSNorm):
