@@ -25,7 +25,7 @@ WAYS = {
     "2, fsdp": ("trainer=fsdp", "trainer.accelerator=cpu", "trainer.devices=2"),
 }
 COMMON = (
-    "trainer.precision=32-true", "trainer.log_every=1", "trainer.val_every=0", "trainer.checkpoint_every=100000",
+    "trainer.precision=32-true", "trainer.log_every=1", "trainer.val_every=100000", "trainer.checkpoint_every=100000",
     "trainer.batch_tokens=8192", "trainer.micro_batch_tokens=2048", "logger=none", "diagnostics=off",
     "sample.tokens=1", "data.eval_tokens=2048",
 )  # fmt: skip
@@ -36,7 +36,7 @@ def tokens_per_second(settings: tuple[str, ...], steps: int) -> float:
     with tempfile.TemporaryDirectory() as runs:
         command = [sys.executable, str(ROOT / "train.py"), *COMMON, f"trainer.max_steps={steps}", f"runs_dir={runs}"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        subprocess.run([*command, *settings, "name=run"], env=environment, check=True, capture_output=True)
+        subprocess.run([*command, *settings, "name=run"], env=environment, check=True, stdout=subprocess.DEVNULL)
         rows = [json.loads(line) for line in (Path(runs) / "run" / "metrics.jsonl").read_text().splitlines()]
     return statistics.median(row["tokens_per_second"] for row in rows[2:])
 
