@@ -38,14 +38,21 @@ def model_of(mixer, **changes):
     return GPT(GPTConfig(**sizes), mixer)
 
 
+def shipped_model(block):
+    """A small model of a block's yaml, in the residual frame that it names."""
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        section = dict(compose(f"block/{block}").block)
+    frame = {"frame": section.pop("frame")} if "frame" in section else {}
+    return model_of(instantiate(section), **frame).eval()
+
+
 def tokens_of(batch=3, length=20):
     return torch.randint(0, 50, (batch, length), generator=torch.Generator().manual_seed(4))
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_every_shipped_block_has_the_common_names(block):
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        model = model_of(instantiate(compose(f"block/{block}").block))
+    model = shipped_model(block)
     probe = run_probe(model, tokens_of())
     assert set(probe.values) >= COMMON
     assert probe.layers == 3 and probe.heads in (1, 4)  # the printed algorithm has one head whatever the model
@@ -61,8 +68,7 @@ def test_every_shipped_block_has_the_common_names(block):
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block != "rfa"])  # RFA also decays its values
 def test_values_are_compared_in_the_frame_the_block_averages_them_in(block):
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        model = model_of(instantiate(compose(f"block/{block}").block)).eval()
+    model = shipped_model(block)
     records = []
     model(tokens_of(), record=records)
     rotates = model.blocks[0].mixer.rotate_values
