@@ -40,7 +40,13 @@ def test_asking_for_triton_without_a_gpu_says_why():
         (64, "bf16", 80),
         *(
             pytest.param(size, dtype, sm, marks=pytest.mark.slow)
-            for size, dtype, sm in ((64, "bf16", 90), (64, "fp32", 80), (128, "bf16", 80), (128, "fp32", 80))
+            for size, dtype, sm in (
+                (64, "bf16", 90),
+                (64, "bf16", 100),
+                (64, "fp32", 80),
+                (128, "bf16", 80),
+                (128, "fp32", 80),
+            )
         ),
     ],
 )
