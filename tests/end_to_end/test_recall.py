@@ -14,5 +14,5 @@ SMALLEST = [
 def test_recall_is_learned_above_chance(shell):
     done = shell.run("train.py", *SMALLEST, "block=standard", "name=standard")
     assert done.code == 0, done.out
-    # Chance is one value of eight. These 300 steps learn which two values the text holds (a half), not yet whose is whose.
+    # Chance is one value of eight. 300 steps learn which two values the text holds (a half), not yet whose is whose.
     assert shell.summary("standard")["val/accuracy"] > 0.35
