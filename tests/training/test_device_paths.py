@@ -1,6 +1,6 @@
 """Code that only a GPU machine runs, run here as far as torch allows: stand-ins for the device, real decisions.
 
-What even this does not reach is listed in docs/scaling.md; tests/test_never_executed.py holds that list to the code.
+What even this does not reach is listed in docs/scaling.md; tests/test_gpu_code.py holds that list to the code.
 """
 
 from __future__ import annotations
