@@ -81,6 +81,20 @@ def test_a_run_of_two_processes_is_used_like_any_other(workshop, together):
     assert (workshop.folder / f"{together}-hf" / "model.safetensors").exists()
 
 
+def test_ranks_with_unequal_counts_weigh_by_their_tokens(workshop):
+    """Aligned documents leave some windows half empty: the mean is over targets, not over ranks."""
+    options = ("data.packing=aligned", "data.mask_documents=true", "data.document_separator='. '")
+    done = workshop.train("name=aligned-alone", "model.dropout=0", *options)
+    assert done.code == 0, done.out
+    two = run(workshop, *command(workshop, "trainer=ddp", "trainer.devices=2", "name=aligned-ddp", *options))
+    assert two.returncode == 0, two.stdout + two.stderr
+    alone, together = (
+        [row["train/loss"] for row in workshop.rows(name) if "train/loss" in row]
+        for name in ("aligned-alone", "aligned-ddp")
+    )
+    assert together == pytest.approx(alone, abs=2e-5)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_torchrun_on_one_machine(workshop, alone, strategy):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
