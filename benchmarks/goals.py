@@ -40,7 +40,7 @@ def steps(shape_name: str, allowed: dict[str, float], context: int, batch: int, 
     """Whole training steps of every chosen block, interleaved."""
     vocabulary = shape.get("vocab_size", VOCABULARY)
     models = {name: build(name, context, **shape) for name in CHOSEN}
-    found = ratios(
+    measured = ratios(
         turns(
             {name: training_step(m.loss, m, batch, context, vocabulary) for name, m in models.items()}, rounds, warmup=1
         ),
@@ -48,7 +48,7 @@ def steps(shape_name: str, allowed: dict[str, float], context: int, batch: int, 
     )
     return [
         {"shape": shape_name, "block": name, **row, "goal": allowed.get(name.partition(",")[0])}
-        for name, row in found.items()
+        for name, row in measured.items()
     ]
 
 

@@ -162,12 +162,12 @@ def candidates(context: int, batch: int, **shape: int) -> tuple[dict[str, Callab
         "transformers Llama": _transformers(context, hidden, **shape),
         "litgpt": _litgpt(context, hidden, **shape),
     }
-    found = {name: pair for name, pair in made.items() if pair is not None}
-    steps = {name: training_step(loss, model, batch, context, vocabulary) for name, (model, loss) in found.items()}
+    installed = {name: pair for name, pair in made.items() if pair is not None}
+    steps = {name: training_step(loss, model, batch, context, vocabulary) for name, (model, loss) in installed.items()}
     sizes = {
         name: sum(p.numel() for p in model.parameters())
         - sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
-        for name, (model, _) in found.items()
+        for name, (model, _) in installed.items()
     }
     return steps, sizes
 

@@ -53,9 +53,9 @@ def main() -> None:
             print(f"{way}: {speeds[way][-1]:.0f} tokens/s (load average {os.getloadavg()[0]:.1f})", file=sys.stderr)
     one = max(speeds["1 process"])
     rows = [
-        {"way": way, "tokens/s": max(found), "speed-up": max(found) / one,
-         "efficiency": max(found) / one / (2 if way != "1 process" else 1)}
-        for way, found in speeds.items()
+        {"way": way, "tokens/s": max(rates), "speed-up": max(rates) / one,
+         "efficiency": max(rates) / one / (2 if way != "1 process" else 1)}
+        for way, rates in speeds.items()
     ]  # fmt: skip
     print(table(rows, ["way", "tokens/s", "speed-up", "efficiency"]))
 

@@ -135,5 +135,5 @@ def _once(path: Path, measure: Callable[[], dict[str, float]]) -> dict[str, floa
             pass
         finally:
             beside.unlink()
-    found: dict[str, float] = read_json(path)
-    return found
+    costs: dict[str, float] = read_json(path)
+    return costs

@@ -12,14 +12,14 @@ from polarlm.verdict.estimates import estimate_mean
 
 def curve_tables(judged: JudgedPart) -> Iterator[str]:
     """One table per curve: variants down, places across."""
-    found: dict[str, dict[str, list[Curve]]] = {}
+    by_name: dict[str, dict[str, list[Curve]]] = {}
     for line in judged.lines:
         for row in line.rows:
             for record in row.get("evaluations") or []:
                 for curve in curves_of(record):
-                    found.setdefault(curve.name, {}).setdefault(line.variant, []).append(curve)
-    for name in sorted(found):
-        variants = found[name]
+                    by_name.setdefault(curve.name, {}).setdefault(line.variant, []).append(curve)
+    for name in sorted(by_name):
+        variants = by_name[name]
         first = next(iter(variants.values()))[0]
         if first.diagonal:  # calibration: its places differ from run to run
             continue

@@ -24,7 +24,7 @@ def estimate(study: Any, jobs: int | None, threads: int | None) -> str:
 
 def missing(study: Any) -> dict[str, dict[str, Any]]:
     """identity → configuration of every run to be trained, also of seeds whose value is not chosen yet."""
-    found = {job.identity: job.config for _, job in study.jobs() if study.outcome(job.identity) is None}
+    configs = {job.identity: job.config for _, job in study.jobs() if study.outcome(job.identity) is None}
     for question in study.questions:
         named = {(j.part, j.variant) for j in study.planner.ready(question, study.outcome) if j.stage == "seeds"}
         for name, part in question.parts.items():
@@ -33,5 +33,5 @@ def missing(study: Any) -> dict[str, dict[str, Any]]:
                 if tune and (name, variant) not in named:
                     for seed in question.seeds_of(part):
                         job = study.planner.job(question, name, variant, "seeds", tune.values[0], seed)
-                        found.setdefault(job.identity, job.config)
-    return found
+                        configs.setdefault(job.identity, job.config)
+    return configs

@@ -33,8 +33,8 @@ class Planner:
 
     def variant_jobs(self, question: Question, part: str, variant: str, outcome: Outcome) -> Iterator[Job]:
         """The jobs of one variant that can be named now."""
-        found = question.parts[part]
-        tune = question.tuning_of(found)
+        chosen_part = question.parts[part]
+        tune = question.tuning_of(chosen_part)
         value = None
         if tune:
             trials: dict[float, Job] = {}
@@ -46,14 +46,14 @@ class Planner:
             value = best_value({v: outcome(job.identity) for v, job in trials.items()})
             if value is None:
                 return
-        for seed in question.seeds_of(found):
+        for seed in question.seeds_of(chosen_part):
             yield self.job(question, part, variant, "seeds", value, seed)
 
     def job(self, question: Question, part: str, variant: str, stage: str, value: float | None, seed: int) -> Job:
         """One run, composed and checked."""
-        found = question.parts[part]
-        tune = question.tuning_of(found)
-        overrides = settings_of(question, found, variant, tune if stage == "tune" else None, self.extra)
+        chosen_part = question.parts[part]
+        tune = question.tuning_of(chosen_part)
+        overrides = settings_of(question, chosen_part, variant, tune if stage == "tune" else None, self.extra)
         own: dict[str, Any] = {tune.key: float(f"{value:g}")} if tune and value is not None else {}
         key = (*overrides, *own.items(), seed)
         if key not in self._made:

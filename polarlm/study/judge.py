@@ -55,10 +55,10 @@ def judge_part(question: Question, name: str, summary: Summary) -> JudgedPart | 
     rows = {variant: seed_rows(summary, name, variant, values[variant]) for variant in part.variants}
     tune = question.tuning_of(part)
     runs: dict[str, list[Run]] = {}
-    for variant, found in rows.items():
+    for variant, own in rows.items():
         settings = summary.settings.get((name, variant), {})
         tuned = {tune.key: values[variant]} if tune and values[variant] is not None else {}
-        runs[variant] = [as_run(row, {**settings, **tuned}, measure.name) for row in found]
+        runs[variant] = [as_run(row, {**settings, **tuned}, measure.name) for row in own]
     groups = [labelled(variant, runs[variant]) for variant in part.variants if runs[variant]]
     if not groups:
         return None
@@ -77,10 +77,10 @@ def judge_part(question: Question, name: str, summary: Summary) -> JudgedPart | 
 
 def tuning_losses(summary: Summary, part: str, variant: str) -> dict[float, float | None]:
     """Tuned value → validation loss of the search; inf of a run that failed."""
-    found = [r for r in summary.rows if (r["part"], r["variant"], r["stage"]) == (part, variant, "tune")]
+    search = [r for r in summary.rows if (r["part"], r["variant"], r["stage"]) == (part, variant, "tune")]
     return {
         row["value"]: row["val/loss"] if row["status"] == "finished" and row.get("val/loss") is not None else math.inf
-        for row in sorted(found, key=lambda r: r["value"])
+        for row in sorted(search, key=lambda r: r["value"])
     }
 
 
@@ -98,8 +98,8 @@ def chosen_value(summary: Summary, part: str, variant: str) -> float | None:
 
 def seed_rows(summary: Summary, part: str, variant: str, value: float | None) -> list[dict[str, Any]]:
     """The rows that count: the seeds at the chosen value."""
-    found = [r for r in summary.rows if (r["part"], r["variant"], r["stage"]) == (part, variant, "seeds")]
-    return sorted((row for row in found if row["value"] == value), key=lambda row: row["seed"])
+    ended = [r for r in summary.rows if (r["part"], r["variant"], r["stage"]) == (part, variant, "seeds")]
+    return sorted((row for row in ended if row["value"] == value), key=lambda row: row["seed"])
 
 
 def labelled(variant: str, runs: Sequence[Run]) -> Group:
@@ -153,7 +153,7 @@ def previous(question: Question, part: Part, groups: list[Group], measure: Measu
 
 def versions(rows: Mapping[str, Sequence[dict[str, Any]]]) -> list[str]:
     """Which code and which torch made the runs."""
-    every = [row for found in rows.values() for row in found]
+    every = [row for own in rows.values() for row in own]
     commits = sorted({row["commit"] for row in every if row.get("commit")})
     torches = sorted({str(row["torch"]) for row in every if row.get("torch")})
     made = [f"code {', '.join(commits)}"] if commits else []

@@ -88,13 +88,13 @@ def probes_of(run: Run, names: tuple[str, ...]) -> dict[str, Any]:
     """The last probe's values of the wanted diagnostics, heads averaged: one number per layer."""
     if not run.probes:
         return {}
-    found = {}
+    quantities = {}
     for name in names:
         values = run.probes[-1].values.get(name)
         if values is not None:
             per_layer = values.mean(axis=-1) if values.ndim == 2 else np.atleast_1d(values)
-            found[name] = [_round(float(v), 4) for v in per_layer]
-    return found
+            quantities[name] = [_round(float(v), 4) for v in per_layer]
+    return quantities
 
 
 def evaluations_of(folder: Path) -> list[dict[str, Any]]:
@@ -102,8 +102,8 @@ def evaluations_of(folder: Path) -> list[dict[str, Any]]:
     rows = []
     for record in read_evaluations(folder):
         protocol = {k: v for k, v in record["protocol"].items() if k not in ("corpus", "weights", "tokenizer")}
-        found = {k: rounded(v) for k, v in record.items() if k not in LEFT_OUT_OF_RECORDS}
-        rows.append({"protocol": protocol, **found})
+        numbers = {k: rounded(v) for k, v in record.items() if k not in LEFT_OUT_OF_RECORDS}
+        rows.append({"protocol": protocol, **numbers})
     return rows
 
 

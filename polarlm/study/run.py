@@ -60,7 +60,7 @@ class Study:
         """What is still to be done, each run once: training, then the evaluations of what is trained."""
         from polarlm.launch.pool import PoolJob
 
-        found: dict[tuple[str, str], PoolJob] = {}
+        missing: dict[tuple[str, str], PoolJob] = {}
         for question, job in self.jobs():
             logs = self.runs_dir / ".study" / "logs"
             if self.outcome(job.identity) is None:
@@ -68,14 +68,14 @@ class Study:
                 own = [*job.overrides, f"runs_dir={self.runs_dir}", f"group=study-{job.question}-{job.part}"]
                 own += [] if any(text.startswith("logger") for text in own) else ["logger=none"]
                 made = PoolJob(self._number(key), own, job.label, logs / f"{job.identity[:IDENTITY_DIGITS]}.log")
-                found.setdefault(key, made)
+                missing.setdefault(key, made)
             elif settings := self.missing_evaluation(question, job):
                 key = ("eval", job.identity)
                 place = self.runs[job.identity][0]
                 log = logs / f"{job.identity[:IDENTITY_DIGITS]}-eval.log"
                 own = [f"checkpoint={place}", *settings]
-                found.setdefault(key, PoolJob(self._number(key), own, f"{job.label}: evaluation", log, "eval"))
-        return list(found.values())
+                missing.setdefault(key, PoolJob(self._number(key), own, f"{job.label}: evaluation", log, "eval"))
+        return list(missing.values())
 
     def missing_evaluation(self, question: Question, job: Job) -> tuple[str, ...]:
         """The settings of eval.py that are still to be asked of a finished run; none when it was asked, or is a row."""
@@ -124,8 +124,8 @@ class Study:
         for question in self.questions:
             summary, changed = read_summary(self.summaries, question.name), False
             for job in self.planner.ready(question, self.outcome):
-                folder, found = self.runs.get(job.identity, (None, {}))
-                if folder is None or found.get("status") not in ("finished", "failed"):
+                folder, summary_of_run = self.runs.get(job.identity, (None, {}))
+                if folder is None or summary_of_run.get("status") not in ("finished", "failed"):
                     continue
                 if only is None or job.identity in only:
                     summary.add(row_of(folder, job, question), settings_of_run(job.config))

@@ -68,16 +68,16 @@ class Summary:
 def read_summary(folder: Path, question: str) -> Summary:
     """What is known so far; empty where there is no file."""
     path = folder / f"{question}.json"
-    found = read_json(path)
-    if found is None:
+    stored = read_json(path)
+    if stored is None:
         return Summary(question)
     try:
         settings = {
             (part, variant): {**entry["settings"], **own}
-            for part, entry in found["parts"].items()
+            for part, entry in stored["parts"].items()
             for variant, own in entry["variants"].items()
         }
-        return Summary(str(found["question"]), list(found["rows"]), settings)
+        return Summary(str(stored["question"]), list(stored["rows"]), settings)
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is no summary of a study ({error!r}); restore it, or collect it again") from None
 

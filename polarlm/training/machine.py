@@ -41,7 +41,7 @@ def cpu_speed() -> Speed:
 def measure(clock: Callable[[], float] = time.perf_counter) -> Speed:
     """The best of a few products in each precision; the run's own random numbers are left alone."""
     drawn = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(0))
-    found = []
+    rates = []
     for dtype in (torch.float32, torch.bfloat16):
         a = drawn.to(dtype)
         out, best, began = torch.empty_like(a), float("inf"), clock()
@@ -51,5 +51,5 @@ def measure(clock: Callable[[], float] = time.perf_counter) -> Speed:
             best = min(best, clock() - start)
             if clock() - began > LONGEST_SECONDS:
                 break
-        found.append(2 * SIZE**3 / max(best, 1e-9))
-    return Speed(*found)
+        rates.append(2 * SIZE**3 / max(best, 1e-9))
+    return Speed(*rates)
