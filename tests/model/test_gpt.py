@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from polarlm.attention import PolarAttention, StandardAttention
 from polarlm.errors import UserError
@@ -40,8 +41,8 @@ def test_impossible_sizes_are_refused_with_a_way_out(change, words):
 
 @pytest.mark.parametrize("path", sorted(MODELS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_shipped_size_builds(path):
-    size = yaml.safe_load(path.read_text())
-    size["norm_eps"] = float(size["norm_eps"])
+    with initialize_config_dir(str(MODELS.parent), version_base="1.3"):
+        size = OmegaConf.to_container(compose(f"model/{path.stem}").model)
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=50257, **size), StandardAttention)
     assert model.flops_per_token() > 6 * (model.parameter_count() - model.embedding.weight.numel())

@@ -37,7 +37,7 @@ def test_activations_are_measured_and_grow_with_the_batch(tmp_path):
     one, two = saved_bytes(model, 1), saved_bytes(model, 2)
     # At least the input of every matrix product of every layer is kept.
     assert one > 24 * 32 * 4 * 2 * 4
-    assert 1.8 < two / one < 2.05
+    assert 1.7 < two / one < 2.05  # tables and scalars are kept once
     assert not model.training
 
 

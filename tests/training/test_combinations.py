@@ -61,14 +61,14 @@ def combinations() -> list[tuple[str, str, str, str, str]]:
 # values of any two of the seven choices meets (tested). One row each: block, precision, accumulation, clipping,
 # recomputation, compiled?, strategy.
 COMPILED = [
-    ("rfa", "16-mixed", 0, 2, 0, True, "alone"), ("standard", "32-true", 1, 0, 1, True, "alone"),
+    ("rfa", "16-mixed", 0, 2, 0, True, "alone"), ("standard", "64-true", 1, 0, 1, True, "alone"),
     ("polar", "bf16-mixed", 1, 0, 1, True, "alone"),
 ]  # fmt: skip
 TOGETHER = [
     ("standard", "bf16-mixed", 0, 0, 0, False, "ddp"), ("xsa", "16-mixed", 0, 1, 0, False, "ddp"),
     ("rfa", "64-true", 2, 2, 1, False, "ddp"), ("polar", "bf16-true", 1, 1, 1, True, "ddp"),
-    ("polar_literal", "32-true", 2, 2, 1, True, "ddp"), ("standard", "64-true", 0, 1, 0, True, "fsdp"),
-    ("xsa", "bf16-mixed", 0, 0, 1, True, "fsdp"), ("rfa", "16-mixed", 0, 2, 0, False, "fsdp"),
+    ("polar_literal", "32-true", 2, 2, 1, True, "ddp"), ("standard", "32-true", 0, 1, 0, True, "fsdp"),
+    ("xsa", "bf16-mixed", 0, 0, 1, True, "fsdp"), ("rfa", "bf16-mixed", 0, 2, 0, False, "fsdp"),
     ("polar", "bf16-true", 2, 2, 1, False, "fsdp"), ("polar_literal", "32-true", 1, 1, 1, False, "fsdp"),
 ]  # fmt: skip
 
@@ -85,11 +85,12 @@ def everything() -> list[tuple]:
 
 def test_every_pair_of_choices_is_among_the_combinations():
     strategies = ("alone", "ddp", "fsdp")
+    refused = {("16-mixed", "fsdp"), ("64-true", "fsdp")}  # by Lightning's strategy
     choices = (BLOCKS, tuple(PRECISIONS), ACCUMULATION, CLIPPING, RECOMPUTE, (False, True), strategies)
     for i in range(len(choices)):
         for j in range(i):
             pairs = {(c[j], c[i]) for c in everything()}
-            missing = {(x, y) for x in choices[j] for y in choices[i]} - pairs
+            missing = {(x, y) for x in choices[j] for y in choices[i]} - pairs - refused
             assert not missing, missing
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -21,7 +22,9 @@ PANELS = [panel for section in LAYOUT for panel in section.panels]
 
 @pytest.fixture(scope="module")
 def probe():
-    model = GPT(GPTConfig(vocab_size=20, context=12, d_model=16, n_layer=2, n_head=2), PolarAttention)
+    model = GPT(
+        GPTConfig(vocab_size=20, context=12, d_model=16, n_layer=2, n_head=2), partial(PolarAttention, radial="own")
+    )
     return run_probe(model, torch.randint(0, 20, (2, 12)))
 
 
