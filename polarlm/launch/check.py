@@ -105,6 +105,11 @@ def check_relations(config: dict[str, Any]) -> None:
 
     trainer = config["trainer"]
     check_choice("match_block", config.get("match_block", "standard"), "block")
+    if trainer["strategy"] == "fsdp" and trainer["precision"] in ("16-mixed", "64-true"):  # Lightning's strategy has none
+        raise UserError(
+            f"trainer.precision={trainer['precision']} does not work with trainer.strategy=fsdp; "
+            "allowed there: auto, 32-true, bf16-mixed, bf16-true."
+        )
     GPTConfig(vocab_size=1, **config["model"])
     processes = trainer["devices"] * trainer["nodes"]
     plan = plan_batches(trainer["batch_tokens"], config["model"]["context"], processes, trainer["micro_batch_tokens"])

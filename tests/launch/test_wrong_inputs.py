@@ -144,6 +144,7 @@ OTHERS = [
     (["data.split.val=0.6", "data.split.test=0.6"], "data.split"),
     (["model.d_model=30", "model.n_head=2"], "odd"),
     (["trainer.devices=3"], "trainer.batch_tokens"),
+    (["trainer=fsdp", "trainer.precision=16-mixed"], "bf16-mixed"),
     (["-m", "seed=x,y"], "seed"),
     (["-m", "block=polar,plar"], "plar"),
     (["-m", "optim.lr=interval(0,1)"], "interval"),
