@@ -105,7 +105,7 @@ def check_relations(config: dict[str, Any]) -> None:
 
     trainer = config["trainer"]
     check_choice("match_block", config.get("match_block", "standard"), "block")
-    if trainer["strategy"] == "fsdp" and trainer["precision"] in ("16-mixed", "64-true"):  # Lightning's strategy has none
+    if trainer["strategy"] == "fsdp" and trainer["precision"] in ("16-mixed", "64-true"):  # not in Lightning
         raise UserError(
             f"trainer.precision={trainer['precision']} does not work with trainer.strategy=fsdp; "
             "allowed there: auto, 32-true, bf16-mixed, bf16-true."
