@@ -32,7 +32,8 @@ def test_a_shipped_plan_names_blocks_that_exist_and_says_when_it_ends(name):
 def test_a_shipped_plan_composes(name):
     asked, planner = read_question(name), Planner()
     for key, part in asked.parts.items():
-        planner.job(asked, key, list(part.variants)[-1], "seeds", None, asked.seeds_of(part)[0])
+        job = planner.job(asked, key, list(part.variants)[-1], "seeds", None, asked.seeds_of(part)[0])
+        assert job.identity
 
 
 def test_all_is_every_question_in_its_order_but_not_those_that_want_to_be_named():
