@@ -16,6 +16,7 @@ from polarlm.attention import (
     TokenContext,
 )
 from polarlm.attention.additions import FIRST_VALUES
+from polarlm.attention.rfa import SLOWEST_DECAY
 from polarlm.geometry import rotary_tables
 from polarlm.model.gpt import document_positions
 
@@ -53,8 +54,8 @@ def stirred(mixer, number: int):
     return mixer.double()
 
 
-def compare(mixer, packed: bool, expected, rtol: float) -> None:
-    """The mixer's output against expected(x, weights, documents, first values) row by row."""
+def both(mixer, packed: bool, expected) -> tuple[np.ndarray, np.ndarray]:
+    """The mixer's output and expected(x, weights, documents, first values), row by row."""
     x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64)
     positions = document_positions(DOCUMENTS) if packed else torch.arange(TOKENS)
     rotary = rotary_tables(positions, mixer.rotary_dim, BASE, dtype=torch.float64)
@@ -66,13 +67,14 @@ def compare(mixer, packed: bool, expected, rtol: float) -> None:
     weights = {name.removesuffix(".weight"): value.numpy() for name, value in mixer.state_dict().items()}
     weights["log_frequency"] = weights.get("frequencies.log_frequency")
     weights["gate"], weights["share"] = weights.get("head_gate"), weights.get("value_residual.share")
+    wanted = []
     for row in range(2):
         ids = DOCUMENTS[row].tolist() if packed else [0] * TOKENS
         shape = dict(
             heads=HEADS, groups=groups, base=BASE, documents=ids, first_values=first[row].transpose(0, 1).numpy()
         )
-        wanted = expected(x[row].numpy(), weights, shape)
-        np.testing.assert_allclose(actual[row], wanted, rtol=rtol, atol=rtol * 1e-2 * np.abs(wanted).max())
+        wanted.append(expected(x[row].numpy(), weights, shape))
+    return actual, np.stack(wanted)
 
 
 @pytest.mark.parametrize("number", range(20))
@@ -82,7 +84,8 @@ def test_standard_and_xsa_are_their_formulas(number):
     shape = MixerShape(WIDTH, HEADS, groups, WIDTH // HEADS, layer=LAYER, n_layer=3, rope_base=BASE)
     mixer = stirred((ExclusiveAttention if exclusive else StandardAttention)(shape, **switches), number)
     s = switches | {"exclusive": exclusive}
-    compare(mixer, packed, lambda x, weights, rest: standard_attention(x, weights, s, **rest), rtol=1e-8)
+    actual, wanted = both(mixer, packed, lambda x, weights, rest: standard_attention(x, weights, s, **rest))
+    np.testing.assert_allclose(actual, wanted, rtol=1e-8, atol=1e-10 * np.abs(wanted).max())
 
 
 @pytest.mark.parametrize("number", range(30))
@@ -92,6 +95,6 @@ def test_rfa_is_appendix_a(number):
     scalars = dict(nu=[1.0, 2.0, 3.0, 50.0], tau=0.8, sigma_process=[0.3, 0.2, 0.1, 0.5])
     mixer = stirred(RobustFilterAttention(shape, mu=[slowest, 0.05, 0.2, 1.0], **scalars, **switches), number)
     p = {name: value.detach().double().numpy() for name, value in mixer.estimator.read().items()}
-    # A head without decay decays by 1e-6 per token instead.
-    rtol = 1e-4 if (p["mu"] == 0).any() else 1e-8
-    compare(mixer, packed, lambda x, weights, rest: robust_filter_attention(x, weights, p, switches, **rest), rtol)
+    p["mu"] = np.maximum(p["mu"], SLOWEST_DECAY)  # what a head without decay has instead
+    actual, wanted = both(mixer, packed, lambda x, w, rest: robust_filter_attention(x, w, p, switches, **rest))
+    np.testing.assert_allclose(actual, wanted, rtol=1e-7, atol=1e-9 * np.abs(wanted).max())
