@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -54,8 +55,8 @@ def test_x3_near_consensus_the_two_part_at_second_order(projection):
             run(base + eps * noise, **still(kind, kernel="gaussian", projection=projection))[1]["update"]
             for kind in ("gate", "none")
         ]
-        off.append((updates[0] - updates[1]).norm())
-        size.append(updates[1].norm())
+        off.append((updates[0] - updates[1]).norm().item())
+        size.append(updates[1].norm().item())
     assert 0.9 < math.log10(size[0] / size[1]) < 1.1
     assert 1.9 < math.log10(off[0] / off[1]) < 2.1
 
@@ -149,15 +150,69 @@ def test_precision_passes_through_the_layers_unchanged_where_nothing_changes_it(
         torch.testing.assert_close(layer["log_prior_precision"].exp(), torch.full((2, 4, 10), 3.0), rtol=1e-3, atol=0)
 
 
-def test_the_probe_shows_priors_posteriors_steps_and_gates():
-    tokens = torch.randint(0, 31, (2, 10))
-    values = run_probe(model_of(uncertainty="carry"), tokens).values
-    for name in ("log_prior_precision", "log_posterior_precision", "fusion_step"):
-        assert len(values[f"precision/{name}"]) == 3 and len(values[f"precision/{name}"][0]) == 4
-    assert values["precision/log_prior_precision"][0] == pytest.approx([0.0] * 4, abs=1e-6)  # P = 1 at first
-    gates = run_probe(model_of(consensus="gate"), tokens).values
-    assert all(0 <= share <= 1 for layer in gates["precision/gate_negative_share"] for share in layer)
-    assert all(0 < gate < 2 for layer in gates["precision/gate"] for gate in layer)
+def probed(**switches):
+    """(probe's values, parameters and record of every layer in numpy) of one model."""
+    model, tokens, record = model_of(**switches), torch.randint(0, 31, (2, 10)), []
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        model(tokens, record=record)
+    numbers = [{k: v.double().numpy() for k, v in layer.items() if torch.is_tensor(v)} for layer in record]
+    scalars = [{k: v.detach().double().numpy() for k, v in layer["params"].items()} for layer in record]
+    return run_probe(model, tokens).values, scalars, numbers
+
+
+def test_the_probe_shows_priors_posteriors_and_steps_as_g3_has_them():
+    values, scalars, records = probed(uncertainty="carry")
+    posterior = None
+    for layer, (p, seen) in enumerate(zip(scalars, records, strict=True)):
+        prior = (
+            p["precision_0"][:, None] if layer == 0 else 1 / (p["relax_a"][:, None] / posterior + p["relax_b"][:, None])
+        )
+        prior = np.broadcast_to(prior, (2, 4, 10))
+        share, gamma = p["prior_share"][:, None], p["context_power"][:, None]
+        counted = np.exp(seen["log_evidence"]) * (np.arange(10) + 1) ** -gamma
+        posterior = share * prior + (1 - share) * counted
+        wanted = {
+            "log_prior_precision": np.log(prior),
+            "log_posterior_precision": np.log(posterior),
+            "fusion_step": (1 - share) * counted / posterior,
+        }
+        for name, quantity in wanted.items():
+            np.testing.assert_allclose(values[f"precision/{name}"][layer], quantity.mean((0, 2)), rtol=1e-4, atol=1e-5)
+
+
+def test_the_probe_shows_gates_as_g1_has_them():
+    values, scalars, records = probed(consensus="gate", m_inf=0.0, sigma_r0=2.0, eta_rk=2.0)
+    lag = np.arange(10)[:, None] - np.arange(10)
+    for layer, (p, seen) in enumerate(zip(scalars, records, strict=True)):
+        decay = np.exp(-p["mu"][:, None, None] * lag)
+        carried = decay * seen["magnitude"][:, None, None, :]
+        rho = 1 / (p["eta_rk"] ** 2 * np.exp(-2 * p.get("mu_r", 0.0) * lag) + p["sigma_r0"] ** 2)
+        tau = 1 / ((p["eta_tk"][:, None, None] * decay) ** 2 + p["sigma_t0"][:, None, None] ** 2)
+        turned = turned_values(seen)
+        unit = turned / np.linalg.norm(turned, axis=-1, keepdims=True)
+        cosine = unit @ unit.swapaxes(-1, -2)
+        kappa_gate = rho * seen["magnitude"][:, None, :, None] * carried + (tau - rho) * carried**2 * cosine
+        gate = np.tril(kappa_gate / (tau * carried**2))
+        weights = seen["weights"]
+        assert (gate < 0).any()  # both sides of the share are seen
+        np.testing.assert_allclose(
+            values["precision/gate"][layer], (weights * gate).sum(-1).mean((0, 2)), rtol=1e-4, atol=1e-5
+        )
+        np.testing.assert_allclose(
+            values["precision/gate_negative_share"][layer],
+            np.where(gate < 0, weights, 0).sum(-1).mean((0, 2)),
+            rtol=1e-4,
+            atol=1e-5,
+        )
+
+
+def turned_values(seen):
+    """Values as their common frame has them: every mode turned by its angle times the position."""
+    v, cos, sin = seen["v"], seen["rotary_cos"], seen["rotary_sin"]
+    real, imaginary = np.split(v, 2, axis=-1)
+    return np.concatenate((real * cos - imaginary * sin, real * sin + imaginary * cos), axis=-1)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])

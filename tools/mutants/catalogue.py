@@ -15,7 +15,7 @@ import yaml
 
 from tools.mutants.mutant import Mutant
 
-AREAS = ("geometry", "attention", "model", "training", "data", "verdict")
+AREAS = ("geometry", "attention", "model", "training", "data", "verdict", "paper")
 
 
 def read_area(area: str) -> Iterator[Mutant]:
