@@ -35,10 +35,12 @@ study: $(VENV)/.installed  ## carry out the plan in configs/study (make study QU
 results: $(VENV)/.installed  ## write docs/results.md and its pictures from docs/study/*.json
 	@$(BIN)/python -m polarlm study results $(ARGS)
 
-# Small tensors gain nothing from threads: two processes with one thread each use two cores better. Files go to them in
-# the order of tests/conftest.py; xdist's own would keep those of few and long tests for the end.
+# Small tensors gain nothing from threads: processes with one thread each use the cores better, three of them two cores,
+# because a third of the time a test waits for a process that it started. Files go to them in the order of
+# tests/conftest.py; xdist's own would keep those of few and long tests for the end.
+WORKERS ?= 3
 test: $(VENV)/.installed-dev  ## run the whole test suite (make test ARGS="-m 'not slow'")
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## ruff, mypy on polarlm/, the import direction, the pins
 	$(BIN)/ruff check .
