@@ -11,8 +11,8 @@ from tests.contract.conftest import VOCAB, mixer_of
 STEPS = 20
 
 
-def models() -> tuple[GPT, GPT]:
-    size = GPTConfig(vocab_size=VOCAB, context=32, d_model=64, n_layer=2, n_head=4)
+def models(init: str = "width") -> tuple[GPT, GPT]:
+    size = GPTConfig(vocab_size=VOCAB, context=32, d_model=64, n_layer=2, n_head=4, init=init)
     return GPT(size, mixer_of("standard_qknorm")), GPT(size, mixer_of("polar_constant"))
 
 
@@ -50,8 +50,9 @@ def test_equal_weights_give_equal_losses_step_by_step():
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=0)
 
 
-def test_they_start_alike_and_are_decayed_alike():
-    standard, polar = models()
+@pytest.mark.parametrize("init", ["width", "gpt2"])
+def test_they_start_alike_and_are_decayed_alike(init):
+    standard, polar = models(init)
     groups = [parameter_groups(model) for model in (standard, polar)]
     for name in groups[0]:
         sizes = [sum(parameter.numel() for parameter in group[name]) for group in groups]
