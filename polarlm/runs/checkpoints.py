@@ -1,6 +1,7 @@
 """Checkpoints that survive a kill at any moment, notice damage, and never execute code when loaded.
 
 checkpoints/step_00000300.ckpt    the last few; torch's zip format, every record with its checksum
+checkpoints/shards/               what FSDP's processes wrote of them, each for itself (runs/shards.py)
 checkpoints/last.ckpt             another name of the newest
 checkpoints/best.ckpt             another name of the one with the lowest validation loss
 checkpoints/model.safetensors     the finished model's weights (runs/restore.py)
@@ -12,21 +13,21 @@ import os
 import shutil
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from safetensors import SafetensorError
 
 from polarlm.data.atomic import explained, flush_folder
 from polarlm.errors import UserError
+from polarlm.runs import shards
+from polarlm.runs.shards import Shards
+from polarlm.runs.tensor_files import DamagedCheckpoint, first_non_finite, tensors_of
 
 LAST, BEST = "last.ckpt", "best.ckpt"
-
-
-class DamagedCheckpoint(UserError):
-    """A file that is there but can't be trusted."""
 
 
 class SafeCheckpointIO(CheckpointIO):
@@ -35,7 +36,7 @@ class SafeCheckpointIO(CheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Replace `path` in one step, and only by a finite state that was read back whole."""
         target = Path(path)
-        if (name := first_non_finite(checkpoint)) is not None:
+        if (name := first_non_finite(trained(checkpoint))) is not None:
             raise FloatingPointError(f"{name} is not finite: {target.name} was not written")
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = target.with_name(f".{target.name}.tmp")
@@ -77,15 +78,45 @@ def load_checkpoint(path: Path, *, map_location: Any = "cpu", mmap: bool = False
         ) from error
 
 
-def load_verified(path: Path, *, map_location: Any = "cpu") -> dict[str, Any]:
-    """Read a .ckpt whose checksums are right and whose numbers are finite."""
+def load_verified(path: Path, *, map_location: Any = "cpu", keys: Iterable[str] = shards.PARTS) -> dict[str, Any]:
+    """Read a checkpoint whose checksums are right and whose numbers are finite; whole tensors, whoever wrote it.
+
+    Of a sharded one only the entries in `keys` are read, and only their shards are verified.
+    """
+    head = load_head(path, map_location=map_location)
+    if "shards" not in head:
+        return head
+    sharded = Shards(path, head)
+    sharded.verify([shards.PARTS[key] for key in keys])
+    try:
+        return sharded.assembled(*keys)
+    except (SafetensorError, RuntimeError, TypeError) as error:
+        raise DamagedCheckpoint(f"{path} does not fit its shards: {error}") from error
+
+
+def load_head(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> dict[str, Any]:
+    """Read and verify the .ckpt file alone; a sharded one has marks where its tensors belong (runs/shards.py)."""
     if not path.exists():
         raise UserError(f"There is no checkpoint at {path}")
     verify_checksums(path)
-    checkpoint = load_checkpoint(path, map_location=map_location)
-    if (name := first_non_finite(checkpoint)) is not None:
+    checkpoint = load_checkpoint(path, map_location=map_location, mmap=mmap)
+    if not isinstance(checkpoint, dict):
+        raise DamagedCheckpoint(f"{path} can't be loaded as a checkpoint: it holds no dictionary")
+    if (name := first_non_finite(trained(checkpoint))) is not None:
         raise DamagedCheckpoint(f"{path} holds numbers that are not finite ({name})")
     return checkpoint
+
+
+def verify(path: Path) -> None:
+    """Read everything that a checkpoint consists of, never more than one file at a time."""
+    head = load_head(path, mmap=True)
+    if "shards" in head:
+        Shards(path, head).verify()
+
+
+def trained(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Weights and optimiser state of a checkpoint."""
+    return {key: checkpoint[key] for key in shards.PARTS if key in checkpoint}
 
 
 def verify_checksums(path: Path) -> None:
@@ -97,27 +128,6 @@ def verify_checksums(path: Path) -> None:
         raise DamagedCheckpoint(f"{path} can't be loaded as a checkpoint (damaged, or none): {error}") from error
     if wrong is not None:
         raise DamagedCheckpoint(f"{path} is damaged: the checksum of {wrong} is wrong")
-
-
-def tensors_of(tree: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """(path, tensor) of every tensor in nested containers."""
-    if isinstance(tree, torch.Tensor):
-        yield name, tree
-    elif isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from tensors_of(value, f"{name}.{key}" if name else str(key))
-    elif isinstance(tree, (list, tuple)):
-        for number, value in enumerate(tree):
-            yield from tensors_of(value, f"{name}[{number}]")
-
-
-def first_non_finite(checkpoint: dict[str, Any]) -> str | None:
-    """The name of the first tensor of weights or optimiser state with a nan or an infinity."""
-    parts = {key: checkpoint[key] for key in ("state_dict", "optimizer_states") if key in checkpoint}
-    for name, tensor in tensors_of(parts):
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            return name
-    return None
 
 
 def step_file(folder: Path, step: int) -> Path:
@@ -143,20 +153,42 @@ def give_name(source: Path, name: Path) -> None:
     flush_folder(name.parent)
 
 
-def newest_usable(folder: Path) -> Path | None:
-    """The newest checkpoint that can be trusted, with a warning about every newer one; None when there is none."""
-    candidates = step_files(folder)
+def candidates(folder: Path) -> list[Path]:
+    """The checkpoints that a run could go on from, newest first."""
+    files = step_files(folder)
     last = folder / LAST
-    if last.exists() and not (candidates and last.samefile(candidates[0])):
-        candidates.insert(0, last)
-    for path in candidates:
+    return [last, *files] if last.exists() and not (files and last.samefile(files[0])) else files
+
+
+def newest_usable(folder: Path, check: Callable[[Path], object] = verify, *, warn: bool = True) -> Path | None:
+    """The newest checkpoint that can be trusted, with a warning about every newer one; None when there is none."""
+    paths = candidates(folder)
+    for path in paths:
         try:
-            load_verified(path)
+            check(path)
             return path
         except DamagedCheckpoint as error:
-            print(f"warning: {error}; an earlier checkpoint is used", file=sys.stderr, flush=True)
-    if candidates:
+            if warn:
+                print(f"warning: {error}; an earlier checkpoint is used", file=sys.stderr, flush=True)
+    if paths:
         raise UserError(
             f"No checkpoint in {folder} can be used; delete that folder to train from the start, or restore it"
         )
     return None
+
+
+def remove_unused_shards(folder: Path) -> None:
+    """Delete the shards that no checkpoint names: what is left of one that was killed or let go."""
+    if not (folder / shards.FOLDER).exists():
+        return
+    used = set()
+    for path in folder.glob("*.ckpt"):
+        try:
+            head = load_checkpoint(path, mmap=True)
+        except UserError:
+            return  # what a damaged file named is not known
+        if "shards" in head:
+            used.add(Shards(path, head).folder)
+    for other in (folder / shards.FOLDER).iterdir():
+        if other not in used:
+            shards.remove_folder(other)

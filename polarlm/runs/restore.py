@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +10,14 @@ from typing import Any
 import torch
 
 from polarlm.data import Tokenizer, load_tokenizer
-from polarlm.data.atomic import explained, replacing
 from polarlm.errors import UserError
 from polarlm.model import GPT
 from polarlm.model.build import build_model
-from polarlm.runs.checkpoints import DamagedCheckpoint, first_non_finite, load_verified, newest_usable
+from polarlm.runs.checkpoints import load_verified, newest_usable
 from polarlm.runs.files import read_config
+from polarlm.runs.tensor_files import DamagedCheckpoint, read_tensors, write_tensors
 
 WEIGHTS = "model.safetensors"
-CHECKSUM = "sha256"  # in the file's metadata
 
 
 @dataclass
@@ -58,23 +56,10 @@ def find_run(where: str | Path) -> tuple[Path, Path]:
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The model's state dict from either kind of file, without executing anything that is in it."""
+    """The model's whole state dict from any kind of file, without executing anything that is in it."""
     if path.suffix == ".safetensors":
-        from safetensors import SafetensorError, safe_open
-        from safetensors.torch import load_file
-
-        try:
-            with safe_open(path, framework="pt") as file:
-                recorded = (file.metadata() or {}).get(CHECKSUM)
-            weights = load_file(path)
-        except SafetensorError as error:
-            raise DamagedCheckpoint(f"{path} is damaged: {error}") from error
-        if recorded is not None and recorded != checksum(weights):
-            raise DamagedCheckpoint(f"{path} is damaged: its checksum is wrong")
-        if (name := first_non_finite({"state_dict": weights})) is not None:
-            raise DamagedCheckpoint(f"{path} holds numbers that are not finite ({name})")
-        return weights
-    state = load_verified(path).get("state_dict")
+        return read_tensors(path)
+    state = load_verified(path, keys=["state_dict"]).get("state_dict")
     if state is None:
         raise UserError(f"{path} is not a polarlm checkpoint: it has no state_dict")
     return {key.removeprefix("model."): value for key, value in state.items()}
@@ -82,22 +67,7 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
 
 def save_weights(model_state: dict[str, torch.Tensor], path: Path, *, tied: bool) -> None:
     """Write the weights as safetensors; a tied output matrix is stored once."""
-    from safetensors.torch import save_file
-
-    kept = {k: v.contiguous() for k, v in model_state.items() if not (tied and k == "head.weight")}
-    beside = path.with_name(f".{path.name}.tmp")
-    with explained(path, lambda: sum(v.nbytes for v in kept.values())), replacing(path, beside):
-        save_file(kept, beside, metadata={CHECKSUM: checksum(kept)})
-
-
-def checksum(weights: dict[str, torch.Tensor]) -> str:
-    """SHA-256 over names, types, shapes and bytes."""
-    digest = hashlib.sha256()
-    for name in sorted(weights):
-        tensor = weights[name].detach().cpu().contiguous()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    write_tensors({k: v.contiguous() for k, v in model_state.items() if not (tied and k == "head.weight")}, path)
 
 
 def restore_run(where: str | Path, device: str = "auto") -> RestoredRun:

@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from polarlm.runs.checkpoints import BEST, LAST, give_name, step_file, step_files
+from polarlm.runs.checkpoints import BEST, LAST, give_name, remove_unused_shards, step_file, step_files
 from polarlm.training.callbacks import Recorder
 
 
@@ -70,6 +70,7 @@ class Checkpointing(pl.Callback):
             files = step_files(self.folder)
             for old in [p for p in files if p > path] + [p for p in files if p <= path][self.keep :]:
                 old.unlink(missing_ok=True)
+            remove_unused_shards(self.folder)
         self.saved_step = trainer.global_step
 
     def state_dict(self) -> dict[str, Any]:

@@ -14,12 +14,14 @@ def finish(job: Job, folder: Path, pictures: Callable[[Path], Any] | None = None
     """Write weights for sharing, a sample and pictures; the summary says `finished` only after all of them."""
     from polarlm.evaluation.baselines import baseline_metrics
     from polarlm.evaluation.generate import Sampling, stream_text
+    from polarlm.runs.checkpoints import remove_unused_shards
     from polarlm.runs.restore import load_weights, restore_run, save_weights
     from polarlm.training.loggers.json_lines import JsonLines
     from polarlm.training.loggers.throughput import believable_share
 
     config = job.config
     checkpoints = folder / "checkpoints"
+    remove_unused_shards(checkpoints)  # of a run that was killed while it let the oldest go
     save_weights(
         load_weights(checkpoints / "last.ckpt"), checkpoints / "model.safetensors", tied=job.model.config.tie_embeddings
     )

@@ -23,7 +23,7 @@ def fit_once(job: Job, folder: Path, loggers: Sequence[Any], extra: Sequence[Any
     """Lightning's loop with our callbacks, from the newest checkpoint on; True when it must go on from there again."""
     import lightning.pytorch as pl
 
-    from polarlm.runs.checkpoints import SafeCheckpointIO, newest_usable
+    from polarlm.runs.checkpoints import SafeCheckpointIO, candidates, newest_usable
     from polarlm.training.callbacks import Recorder, StepSeed, Validation
     from polarlm.training.checkpointing import Checkpointing
     from polarlm.training.incidents import Incidents, detours
@@ -101,7 +101,9 @@ def fit_once(job: Job, folder: Path, loggers: Sequence[Any], extra: Sequence[Any
             enable_model_summary=False,
             log_every_n_steps=10**9,  # rows are written by Recorder
         )
-        newest = newest_usable(folder / "checkpoints")
+        # FSDP's processes verify the shards together, once they can talk: training/sharding.py.
+        checkpoints = folder / "checkpoints"
+        newest = next(iter(candidates(checkpoints)), None) if t["strategy"] == "fsdp" else newest_usable(checkpoints)
         trainer.fit(module, datamodule=job.data, ckpt_path=str(newest) if newest else None)
         if incidents.rewound:
             return True
@@ -114,13 +116,11 @@ def fit_once(job: Job, folder: Path, loggers: Sequence[Any], extra: Sequence[Any
 
 
 def build_strategy(name: str, processes: int) -> Any:
-    """Lightning's strategy for trainer.strategy; FSDP is FSDP2 with one full checkpoint file."""
+    """Lightning's strategy for trainer.strategy."""
     if name == "fsdp":
-        from lightning.pytorch.strategies import ModelParallelStrategy
+        from polarlm.training.sharding import ShardedStrategy
 
-        return ModelParallelStrategy(
-            data_parallel_size=processes, tensor_parallel_size=1, save_distributed_checkpoint=False
-        )
+        return ShardedStrategy(processes)
     if name == "auto":
         return "ddp" if processes > 1 else "auto"
     return name

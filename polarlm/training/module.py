@@ -80,13 +80,9 @@ class LanguageModel(pl.LightningModule):
             clip(gradients, self.grad_norm, float(self.optim["grad_clip"]))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Number the optimiser's parameters as the model lists them, not as its groups do.
-
-        FSDP reads and writes these numbers so; any strategy can then go on from any other's checkpoint.
-        """
-        if getattr(self, "device_mesh", None) is None:
-            for optimiser, state in zip(self.trainer.optimizers, checkpoint["optimizer_states"], strict=True):
-                renumber(state, optimiser, self)
+        """Number the optimiser's parameters as the model lists them, not as its groups do."""
+        for optimiser, state in zip(self.trainer.optimizers, checkpoint["optimizer_states"], strict=True):
+            renumber(state, optimiser, self)
 
     def configure_optimizers(self) -> Any:
         """The chosen optimiser and a per-step schedule counted in tokens."""

@@ -64,17 +64,20 @@ def test_two_processes_equal_one(workshop, alone, together):
 
 
 def test_a_run_of_two_processes_is_used_like_any_other(workshop, together):
-    """The checkpoint is whole, with checksums: one process evaluates, generates and exports it."""
+    """Whole or in shards (FSDP): one process evaluates, generates and exports it, with the same numbers."""
     from polarlm.runs.checkpoints import load_verified
 
     folder = workshop.folder / "runs" / together
     state = load_verified(folder / "checkpoints" / "last.ckpt")
     assert state["state_dict"]["model.embedding.weight"].shape == (257, 32)  # not a shard
+    assert (folder / "checkpoints" / "shards").exists() == (together == "fsdp")
+    losses = []
     for file in (folder, folder / "checkpoints" / "last.ckpt"):
         done = workshop.run("eval.py", f"checkpoint={file}", "split=val")
         assert done.code == 0, done.out
         again = json.loads(done.out.strip().splitlines()[-1])
-        assert again["val/loss"] == pytest.approx(workshop.summary(together)["val/loss"], abs=1e-5)
+        losses.append(again["val/loss"])
+    assert losses[0] == losses[1] == pytest.approx(workshop.summary(together)["val/loss"], abs=1e-5)
     for verb in (["generate", "--tokens", "5"], ["export", "--out", f"{workshop.folder}/{together}-hf"], ["inspect"]):
         done = workshop.run("polarlm/__main__.py", verb[0], str(folder), *verb[1:])
         assert done.code == 0, done.out

@@ -94,7 +94,8 @@ def _numbers(path: Path) -> list[dict[str, Any]]:
 
 def outcome(folder: Path) -> dict[str, Any]:
     """Everything of a finished run that must not depend on how often it was killed."""
-    from polarlm.runs.checkpoints import load_verified, tensors_of
+    from polarlm.runs.checkpoints import load_verified
+    from polarlm.runs.tensor_files import tensors_of
 
     last = load_verified(folder / "checkpoints" / "last.ckpt")
     state = {key: last[key] for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step")}
@@ -107,5 +108,9 @@ def outcome(folder: Path) -> dict[str, Any]:
         "probes": (folder / "diagnostics" / "probe.jsonl").read_text(),
         "summary": {key: summary[key] for key in ("status", "val/loss", "sample", "step", "tokens")},
         "files": sorted(p.name for p in folder.rglob("*") if ".tmp" in p.name or p.name.endswith(".new")),
-        "checkpoints": sorted(p.name for p in (folder / "checkpoints").iterdir()),
+        # Shards of a step that was saved twice have a number behind its name.
+        "checkpoints": sorted(
+            re.sub(r"(step_[0-9]+)\.[0-9]+", r"\1", str(p.relative_to(folder)))
+            for p in (folder / "checkpoints").rglob("*")
+        ),
     }

@@ -17,7 +17,7 @@ from tests.faults.killing import run
 PRELOAD = [
     "torch", "lightning.pytorch", "polarlm.training.loop", "polarlm.training.fit", "polarlm.training.module",
     "polarlm.training.checkpointing", "polarlm.training.incidents", "polarlm.evaluation.generate",
-    "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict",
+    "polarlm.training.sharding", "torch.distributed.fsdp",
 ]  # fmt: skip
 
 
@@ -29,7 +29,15 @@ def _rank(environment: dict[str, str], *arguments: Any) -> None:
 class Ranks:
     """The processes of one start of a run."""
 
-    def __init__(self, config: dict[str, Any], count: int, log: Path, kill_at: str | None = None, notes: str = ""):
+    def __init__(
+        self,
+        config: dict[str, Any],
+        count: int,
+        log: Path,
+        kill_at: str | None = None,
+        kill_rank: int = 0,
+        notes: str = "",
+    ) -> None:
         from torch.distributed import TCPStore
 
         context = multiprocessing.get_context("forkserver")
@@ -40,7 +48,7 @@ class Ranks:
         for rank in range(count):
             place = self._environment(rank, count) if count > 1 else {}
             where = log.with_suffix(f".{rank}.txt")
-            arguments = (config, str(where), kill_at if rank == 0 else None, notes if rank == 0 else None)
+            arguments = (config, str(where), kill_at if rank == kill_rank else None, notes if rank == 0 else None)
             self.processes.append(context.Process(target=_rank, args=(place, *arguments)))
         for process in self.processes:
             process.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -78,6 +79,36 @@ def test_a_full_disk_names_the_file_leaves_no_temporary_one_and_the_run_goes_on(
     assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
     monkeypatch.undo()
     assert train_run(config(tmp_path)).summary["status"] == "finished"
+
+
+@pytest.fixture
+def one_process_group():
+    """FSDP in this process: neither its group nor what Lightning writes into the environment stays."""
+    import torch.distributed as dist
+
+    with mock.patch.dict(os.environ):
+        yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process_group")
+def test_shards_that_do_not_fit_on_the_disk_leave_the_checkpoint_before_them(tmp_path, monkeypatch):
+    sharded = config(tmp_path, "trainer=fsdp", "trainer.devices=1", "trainer.accelerator=cpu")
+    folder, real = tmp_path / "runs" / "run", os.fsync
+
+    def full(file):
+        if "step_00000004/.optimiser_00000" in os.readlink(f"/proc/self/fd/{file}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"disk is full.*step_00000004/optimiser_00000\.safetensors"):
+        train_run(sharded)
+    assert [p.name for p in (folder / "checkpoints" / "shards").iterdir()] == ["step_00000002"]
+    assert restore_run(folder).weights.name == "step_00000002.ckpt"
+    monkeypatch.undo()
+    assert train_run(sharded).summary["status"] == "finished"
 
 
 def test_a_run_can_begin_with_the_weights_of_another(tmp_path):

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from polarlm.runs.checkpoints import DamagedCheckpoint, load_verified
+from polarlm.runs.checkpoints import load_verified
+from polarlm.runs.restore import restore_run
+from polarlm.runs.tensor_files import DamagedCheckpoint
 from tests.faults.killing import outcome
 from tests.faults.ranks import Ranks
 from tests.training.tiny_jobs import composed
@@ -54,7 +56,7 @@ def alone(place) -> dict[tuple[int, str], float]:
 
 
 CHANGES = [("ddp", 2, "auto", 1), ("auto", 1, "ddp", 2), ("fsdp", 2, "auto", 1), ("auto", 1, "fsdp", 2),
-           ("ddp", 2, "fsdp", 2)]  # fmt: skip
+           ("ddp", 2, "fsdp", 2), ("fsdp", 2, "fsdp", 1)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("strategy", "count", "next_strategy", "next_count"), CHANGES)
@@ -64,6 +66,8 @@ def test_a_killed_run_goes_on_with_another_number_of_processes(
     """The batch is fixed in tokens, so every step reads the same text and the losses agree to rounding."""
     runs = f"{strategy}-{count}-{next_strategy}-{next_count}"
     folder = train(place, runs, strategy, count, kill_at=FIRST_CHECKPOINT)
+    assert (folder / "checkpoints" / "shards").exists() == (strategy == "fsdp")
+    assert restore_run(folder).weights.name == "step_00000002.ckpt"  # by this one process, of an interrupted run
     before = (folder / "metrics.jsonl").read_text()
     train(place, runs, next_strategy, next_count)
     assert (folder / "metrics.jsonl").read_text().startswith(before)  # it went on, it did not begin again
@@ -82,15 +86,16 @@ def test_killed_fsdp_runs_end_with_the_same_bits(place):
     print(f"POLARLM_FAULT_SEED={seed}")
     numbers = random.Random(seed)
     history = [f"seed {seed}"]
-    of_checkpoints = [p for p in dict.fromkeys(json.loads(notes.read_text())) if "ckpt" in p]
-    for point in [FIRST_CHECKPOINT, *numbers.sample(of_checkpoints, 2)]:
-        ranks = Ranks(settings(place, "killed", "fsdp", 2, dropout), 2, place / "killed", kill_at=point)
+    of_checkpoints = [p for p in dict.fromkeys(json.loads(notes.read_text())) if "ckpt" in p or "step_" in p]
+    between = [(0, "after replace weights_#.safetensors"), (1, "before replace optimiser_#.safetensors")]
+    for rank, point in [numbers.choice(between), (0, FIRST_CHECKPOINT), (0, numbers.choice(of_checkpoints))]:
+        ranks = Ranks(settings(place, "killed", "fsdp", 2, dropout), 2, place / "killed", point, rank)
         codes = ranks.join()
-        history.append(f"{point}: {codes}")
-        assert codes[0] in (-9, 0), f"{history}\n{ranks.told()}"
+        history.append(f"{point} of rank {rank}: {codes}")
+        assert set(codes) <= {-9, 0}, f"{history}\n{ranks.told()}"
     folder = place / "killed" / "run"
     newest = max((folder / "checkpoints").glob("step_*.ckpt"))
-    damage(newest)
+    damage(numbers.choice([newest, *(folder / "checkpoints" / "shards" / newest.stem).iterdir()]))
     with pytest.raises(DamagedCheckpoint):
         load_verified(newest)
     for _ in range(3):
@@ -112,8 +117,8 @@ def is_finished(folder: Path) -> bool:
 
 
 def damage(path: Path) -> None:
-    """Overwrite some bytes in the middle of a file, under all its names; more than the gaps between its records."""
+    """Invert some bytes in the middle of a file, under all its names; more than the gaps between its records."""
     content = bytearray(path.read_bytes())
     middle = len(content) // 2
-    content[middle : middle + 300] = bytes(300)
+    content[middle : middle + 300] = bytes(255 - byte for byte in content[middle : middle + 300])
     path.write_bytes(content)
