@@ -70,6 +70,9 @@ TOGETHER = [
     ("polar_literal", "32-true", 2, 2, 1, True, "ddp"), ("standard", "32-true", 0, 1, 0, True, "fsdp"),
     ("xsa", "bf16-mixed", 0, 0, 1, True, "fsdp"), ("rfa", "bf16-mixed", 0, 2, 0, False, "fsdp"),
     ("polar", "bf16-true", 2, 2, 1, False, "fsdp"), ("polar_literal", "32-true", 1, 1, 1, False, "fsdp"),
+    # What one block hands to the next beside the stream, over shards and recomputed.
+    ("polar_uncertainty", "32-true", 0, 0, 1, False, "fsdp"),
+    ("polar_uncertainty", "bf16-mixed", 1, 0, 0, False, "fsdp"),
 ]  # fmt: skip
 
 
