@@ -15,7 +15,10 @@ import sys
 from benchmarks.memory import _resident
 from benchmarks.timing import table
 
-ROWS = (("standard", 256, 16), ("polar", 256, 16), ("standard", 1024, 4), ("polar", 1024, 4), ("rfa", 512, 8))
+ROWS = (
+    ("standard", 256, 16), ("polar", 256, 16), ("polar_paper", 256, 16), ("standard", 1024, 4), ("polar", 1024, 4),
+    ("rfa", 512, 8),
+)  # fmt: skip
 VOCABULARY, MB = 8192, 2**20
 
 

@@ -2,18 +2,17 @@
 
 DDP (as Lightning sets it up) keeps a copy of the gradients in its buckets and averages them once per step. FSDP2 keeps
 1/n of weights, gradients and optimiser state, and gathers what it needs: the embedding and output for the whole pass,
-one block while it computes and the next one ahead; every micro-batch gathers and reduces again.
+one block while it computes and the next one ahead (in a buffer, from which it is copied); every micro-batch gathers and
+reduces again. The buffer that a block's gradients were reduced from stays until the next block's are.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from polarlm.training.planning.gpus import Gpu
 from polarlm.training.planning.memory import StepMemory
-
-GATHERED_BLOCKS = 2  # the one that computes and the one that is fetched meanwhile
-REDUCED_BLOCKS = 2  # a block's whole gradients, and the buffer from which they are reduced
 
 
 @dataclass(frozen=True)
@@ -44,21 +43,33 @@ class DeviceMemory:
 
 
 def device_memory(step: StepMemory, shape: Shape, strategy: str, devices: int) -> DeviceMemory:
-    """What one of `devices` GPUs holds."""
-    share, extra_computing, extra_update = 1, 0, 0
-    if strategy == "ddp" and devices > 1:
-        extra_computing = extra_update = step.gradients
-    elif strategy == "fsdp" and devices > 1:
-        share = devices
-        extra_computing = shape.outside + (GATHERED_BLOCKS + REDUCED_BLOCKS) * shape.block
-        # At the end of the backward pass the gradients of embedding and output are whole, and copied to be reduced.
-        extra_update = 3 * shape.outside
-    weights, gradients, state = (-(-part // share) for part in (step.weights, step.gradients, step.optimiser))
-    computing = weights + state + step.activations + step.workspace + extra_computing
-    computing += gradients if step.accumulates else 0
-    peak = max(computing, weights + gradients + state + step.update + extra_update)
-    parallel = max(extra_computing, extra_update)
-    return DeviceMemory(weights, gradients, state, step.activations, step.workspace, parallel, peak)
+    """What one of `devices` GPUs holds; FSDP's share is of `shape`, whose rows are equal for all."""
+    share = shape.whole / step.weights / devices if strategy == "fsdp" else 1.0
+    weights, gradients, state = (math.ceil(part * share) for part in (step.weights, step.gradients, step.optimiser))
+    full = step.activations + (gradients if step.accumulates else 0)
+    # The moments that can be the fullest: (what one device alone would hold, what many add).
+    if strategy == "fsdp" and devices > 1:
+        block, outside, layer = shape.block, shape.outside, step.activations // shape.layers
+        # Gradients of embedding and output stay whole until the end; in every micro-batch they are new ones.
+        again = outside if step.accumulates else 0
+        moments = [
+            (full + step.output, outside + block),
+            (full + step.last_block, outside + again + 2 * block),
+            # From the second block of the backward pass on: gathered, fetched ahead, its gradients, those before them.
+            (full - layer + step.last_block, outside + again + 3 * block),
+            (full - 2 * layer, 2 * outside + 4 * block),
+            (gradients + step.first_block + layer, 2 * outside + 4 * block),
+            (gradients + step.embedding, 2 * outside + block),
+            (gradients + step.update, 0),
+        ]
+    else:
+        buckets = step.gradients if devices > 1 else 0
+        ending = gradients + max(step.first_block, step.embedding, step.update)
+        moments = [(full + step.workspace, buckets), (ending, buckets)]
+    held, added = max(moments, key=sum)
+    return DeviceMemory(
+        weights, gradients, state, step.activations, step.workspace, added, weights + state + held + added
+    )
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ holds it. A model of two and one of three layers are enough: what a further laye
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,16 +34,27 @@ class StepMemory:
     gradients: int
     optimiser: int
     activations: int  # what the forward pass leaves for the backward pass
-    workspace: int  # what comes and goes on top of that: logits, gradients of activations
-    update: int  # beside the first three: what the optimiser's step, or the first layer's gradients, need
+    # What comes and goes on top of that: until the backward pass enters the last block (logits), and in that block.
+    output: int
+    last_block: int
+    # What the end of a step needs beside weights, optimiser and all gradients: in the first block's backward pass, in
+    # the embedding's, in the optimiser's step.
+    first_block: int
+    embedding: int
+    update: int
     accumulates: bool  # gradients of earlier micro-batches are there during the forward pass
+
+    @property
+    def workspace(self) -> int:
+        """What comes and goes on top of the activations."""
+        return max(self.output, self.last_block)
 
     @property
     def peak(self) -> int:
         """The most that is held at once."""
-        computing = self.weights + self.optimiser + self.activations + self.workspace
-        computing += self.gradients if self.accumulates else 0
-        return max(computing, self.weights + self.optimiser + self.gradients + self.update)
+        computing = self.activations + self.workspace + (self.gradients if self.accumulates else 0)
+        ending = self.gradients + max(self.first_block, self.embedding, self.update)
+        return self.weights + self.optimiser + max(computing, ending)
 
 
 def step_memory(
@@ -56,8 +68,8 @@ def step_memory(
         name: getattr(few[1], name) + more * (getattr(few[1], name) - getattr(few[0], name))
         for name in ("weights", "gradients", "optimiser", "activations")
     }
-    # These are the same whatever the depth: one is reached above the last layer, the other below the first.
-    return StepMemory(**parts, workspace=few[1].workspace, update=few[1].update, accumulates=accumulate > 1)
+    # The others are the same whatever the depth: they are reached above and in the last layer, or in the first.
+    return dataclasses.replace(few[1], **parts)
 
 
 def _counted(model: GPT, *, rows: int, precision: str, optim: dict[str, Any], accumulates: bool) -> StepMemory:
@@ -84,33 +96,41 @@ def _counted(model: GPT, *, rows: int, precision: str, optim: dict[str, Any], ac
             if not accumulates:
                 optimiser.zero_grad(set_to_none=True)
             before = live.now
-            between, upper, lower = _micro_batch(model, tokens, precision, live)
-    lower -= weights + state + gradients
-    return StepMemory(weights, gradients, state, between - before, upper - between, max(update, lower), accumulates)
+            between, peaks = _micro_batch(model, tokens, precision, live)
+    output, last = (peak - between for peak in peaks[:2])
+    first, embedding = (peak - weights - state - gradients for peak in peaks[2:])
+    return StepMemory(weights, gradients, state, between - before, output, last, first, embedding, update, accumulates)
 
 
-def _micro_batch(model: GPT, tokens: Tensor, precision: str, live: LiveBytes) -> tuple[int, int, int]:
-    """Forward and backward; the bytes in between, the peak above the last layer, and the peak in the first layer.
+def _micro_batch(model: GPT, tokens: Tensor, precision: str, live: LiveBytes) -> tuple[int, list[int]]:
+    """Forward and backward: the bytes in between; the peaks until the last block, in it, in the first and below it.
 
     In the layers between them the activations shrink while the gradients grow, both evenly: one of the two is the peak.
     16-mixed is counted as bf16-mixed, which is as large.
     """
-    peaks: list[int] = []
+    peaks: dict[str, int] = {}
 
-    def last_layer_done(_: Tensor) -> None:
-        peaks.append(live.peak)
+    def watch(tensor: Tensor, ends: str) -> None:
+        """When the backward pass is at this tensor, a part of it ends."""
 
-    def first_layer_begins(_: Tensor) -> None:
-        live.reset()
+        def end(_: Tensor) -> None:
+            peaks[ends] = live.peak
+            live.reset()
 
-    def watch(block: nn.Module, inputs: tuple[Any, ...]) -> None:
+        tensor.register_hook(end)
+
+    def before(block: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if block in ends:
+            watch(inputs[0], ends[block])
+
+    def after(block: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         if block is blocks[-1]:
-            inputs[0].register_hook(last_layer_done)
-        if block is blocks[min(1, len(blocks) - 1)]:
-            inputs[0].register_hook(first_layer_begins)
+            watch(output, "output")
 
     blocks = list(model.blocks)
-    hooks = [block.register_forward_pre_hook(watch) for block in blocks]
+    # Of one layer alone the first is the last; of two, what comes before the first is the last.
+    ends = {blocks[min(1, len(blocks) - 1)]: "between", blocks[-1]: "last", blocks[0]: "first"}
+    hooks = [hook for b in blocks for hook in (b.register_forward_pre_hook(before), b.register_forward_hook(after))]
     live.reset()
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision.endswith("-mixed")):
         loss = model.loss(tokens, tokens, reduction="sum") / tokens.numel()
@@ -118,7 +138,7 @@ def _micro_batch(model: GPT, tokens: Tensor, precision: str, live: LiveBytes) ->
     for hook in hooks:  # a layer that is recomputed in the backward pass is not watched again
         hook.remove()
     loss.backward()
-    return between, peaks[0], live.peak
+    return between, [peaks["output"], peaks.get("last", peaks["first"]), peaks["first"], live.peak]
 
 
 class LiveBytes(TorchDispatchMode):

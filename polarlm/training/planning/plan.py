@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from torch import nn
 
 from polarlm.data.tokenizers.tokenizer import ByteTokenizer
 from polarlm.errors import UserError
@@ -66,7 +69,7 @@ def make_plan(config: dict[str, Any], settings: PlanSettings) -> Plan:
     vocabulary = settings.vocab or vocabulary_of(config["tokenizer"])
     model = _untouched(config, vocabulary)
     size = _element_size(precision)
-    shape = shape_of(model, size)
+    shape = shape_of(model, size, settings.gpus)
     memory, sent = {}, {}
     for recompute in (False, True):
         step = _step(config, vocabulary, batch, precision, recompute=recompute)
@@ -119,11 +122,14 @@ def _untouched(config: dict[str, Any], vocabulary: int) -> GPT:
         return build_model({**config, "model": model}, vocabulary)
 
 
-def shape_of(model: GPT, element_size: int) -> Shape:
-    """What FSDP gathers together: every block for itself, and all that is in no block."""
-    inside = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
-    outside = model.parameter_count() - sum(inside)
-    return Shape(max(inside) * element_size, len(inside), outside * element_size)
+def shape_of(model: GPT, element_size: int, devices: int = 1) -> Shape:
+    """What FSDP gathers together: every block for itself, and all that is in no block; equal rows for every device."""
+
+    def size(parameters: Iterable[nn.Parameter]) -> int:
+        return sum(-(-p.shape[0] // devices) * devices * p[0].numel() for p in parameters) * element_size
+
+    inside = [size(block.parameters()) for block in model.blocks]
+    return Shape(max(inside), len(inside), size(model.parameters()) - sum(inside))
 
 
 def _element_size(precision: str) -> int:
