@@ -13,6 +13,7 @@ COLUMNS = (
     "step",
     "tokens",
     "seconds",
+    "processor_seconds",
     "flops",
     "tokens_per_second",
     "train/lr",
@@ -20,7 +21,7 @@ COLUMNS = (
     "train/grad_norm",
     *(f"val/{metric.name}" for metric in METRICS),
 )
-AXES = ("step", "tokens", "flops", "seconds")
+AXES = ("step", "tokens", "flops", "seconds", "processor_seconds")
 # A page draws 500 points of a curve: of longer files every k-th row is parsed, and every row that has an evaluation.
 MAX_ROWS = 4_000
 EVALUATION = b'"val/'

@@ -18,7 +18,7 @@ from polarlm.study.plan import Job, Question
 
 IDENTITY_DIGITS = 16
 LONGEST_CURVE = 16  # validations kept of a run
-FACTS = ("parameters", "tokens", "step", "seconds", "training_seconds", "flops_per_token")
+FACTS = ("parameters", "tokens", "step", "seconds", "training_seconds", "processor_seconds", "flops_per_token")
 # Where a run was written and who listened: not part of the command that makes its numbers again.
 PRIVATE = ("runs_dir", "cache_dir", "name", "group", "logger", "resume")
 LEFT_OUT_OF_RECORDS = ("protocol", "arrays", "run")
@@ -64,7 +64,10 @@ def settings_of_run(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def seconds_per_step(run: Run) -> float | None:
-    """Median time of a step (data, forward, backward, optimiser), without validation and probes."""
+    """Time of a step without validation and probes: the processor's where it is known, else the median that passed."""
+    processor, steps = run.number("processor_seconds"), run.number("step")
+    if processor and steps:
+        return _round(processor / steps, 4)
     parts = run.summary.get("step_seconds")
     known = [v for v in parts.values() if isinstance(v, (int, float))] if isinstance(parts, dict) else []
     return _round(sum(known), 4) if known else None
@@ -79,8 +82,8 @@ def curve_of(run: Run, name: str) -> dict[str, list[float]]:
     kept = np.unique(np.linspace(0, max(rows - 1, 0), min(rows, LONGEST_CURVE)).round().astype(int))
     return {
         key: [_round(float(stream[key][i]), 6) for i in kept]
-        for key in ("step", "tokens", "seconds", name)
-        if key in stream
+        for key in ("step", "tokens", "seconds", "processor_seconds", name)
+        if key in stream and np.isfinite(stream[key]).all()
     }
 
 

@@ -7,7 +7,8 @@ validation: a kill in between would lose the point for ever. Here the row is on 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -45,8 +46,10 @@ class Recorder(pl.Callback):
         self.last: dict[str, Any] = {}  # the newest value of every metric, for the progress bar
         self.seconds = 0.0  # time of earlier processes of this run
         self.paused = 0.0  # of which in validation and diagnostics
+        self.processor = 0.0  # processor time of earlier processes, without validation and diagnostics
         self._window_step = 0
         self._start = self._window_start = time.perf_counter()
+        self._processor_start = time.process_time()
 
     def is_log_step(self, trainer: pl.Trainer, step: int) -> bool:
         return step % self.log_every == 0 or step == trainer.max_steps or step == 1
@@ -55,24 +58,33 @@ class Recorder(pl.Callback):
         """Seconds of training so far, earlier processes included, validation and diagnostics included."""
         return self.seconds + time.perf_counter() - self._start
 
+    def processor_seconds(self) -> float:
+        """Processor time of training so far: with one thread, what it takes where nothing else runs."""
+        return self.processor + time.process_time() - self._processor_start
+
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         for logger in trainer.loggers:
             if isinstance(logger, JsonLines):
                 logger.rewind(trainer.global_step)
         self._window_step = trainer.global_step
         self._start = self._window_start = time.perf_counter()
+        self._processor_start = time.process_time()
         self._measure_peak(trainer)
 
-    def pause(self, seconds: float) -> None:
-        """Keep validation and diagnostics out of tokens/s."""
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Keep what runs inside (validation, diagnostics) out of training time and tokens/s."""
+        began, used = time.perf_counter(), time.process_time()
+        yield
+        seconds = time.perf_counter() - began
         self.paused += seconds
         self._window_start += seconds
+        self._processor_start += time.process_time() - used
 
     def _measure_peak(self, trainer: pl.Trainer) -> None:
         if self.peak is not None and self.peak.due(trainer.global_step, trainer.max_steps):
-            began = time.perf_counter()
-            self.peak.measure()
-            self.pause(time.perf_counter() - began)
+            with self.pause():
+                self.peak.measure()
 
     def on_step_end(self, trainer: pl.Trainer, module: Any) -> None:
         step = trainer.global_step
@@ -104,6 +116,9 @@ class Recorder(pl.Callback):
             "training_seconds": round(self.elapsed() - self.paused, 3),  # without validation and diagnostics
             "flops": tokens * self.flops_per_token,
         }
+        # Several threads wait for each other by spinning, and a GPU's work is not the processor's.
+        if torch.get_num_threads() == 1 and trainer.world_size == 1 and trainer.strategy.root_device.type == "cpu":
+            row["processor_seconds"] = round(self.processor_seconds(), 3)
         row |= self.row
         self.last |= row
         for logger in trainer.loggers:
@@ -111,10 +126,11 @@ class Recorder(pl.Callback):
         self.row = {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seconds": self.elapsed(), "paused": self.paused}
+        return {"seconds": self.elapsed(), "paused": self.paused, "processor": self.processor_seconds()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.seconds, self.paused = state_dict["seconds"], state_dict.get("paused", 0.0)
+        self.processor = state_dict.get("processor", 0.0)
 
 
 class Validation(pl.Callback):
@@ -139,7 +155,6 @@ class Validation(pl.Callback):
             self._run(trainer, module, "val", whole=False)
 
     def _run(self, trainer: Any, module: Any, split: str, *, whole: bool) -> None:
-        began = time.perf_counter()
         data = trainer.datamodule
         loader = data.eval_dataloader(split, whole=whole)
         done, total = 0, len(loader)
@@ -150,14 +165,14 @@ class Validation(pl.Callback):
             if self.on_progress:
                 self.on_progress(split, done, total)
 
-        counted = tally_batches(
-            module.model,
-            loader,
-            text_size(data.corpus.store(split), data.corpus.tokenizer, None if whole else data.eval_tokens),
-            device=module.device,
-            precision=trainer.strategy.precision_plugin.forward_context(),
-            reduce=lambda totals: trainer.strategy.reduce(totals, reduce_op="sum"),
-            on_batch=on_batch,
-        )
+        with self.recorder.pause():
+            counted = tally_batches(
+                module.model,
+                loader,
+                text_size(data.corpus.store(split), data.corpus.tokenizer, None if whole else data.eval_tokens),
+                device=module.device,
+                precision=trainer.strategy.precision_plugin.forward_context(),
+                reduce=lambda totals: trainer.strategy.reduce(totals, reduce_op="sum"),
+                on_batch=on_batch,
+            )
         self.recorder.row |= {f"{split}/{name}": value for name, value in measure(counted).items()}
-        self.recorder.pause(time.perf_counter() - began)

@@ -42,6 +42,7 @@ def finish(job: Job, folder: Path, pictures: Callable[[Path], Any] | None = None
         "tokens": last["tokens"],
         "seconds": last["seconds"],
         "training_seconds": last.get("training_seconds"),
+        "processor_seconds": last.get("processor_seconds"),
         "tokens_per_second": speed,
         "mfu": believable_share(speed and speed * flops_per_token, peak),
         "step_seconds": parts,

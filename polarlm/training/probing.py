@@ -56,7 +56,7 @@ class Probing(pl.Callback):
         began = time.perf_counter()
         scalars: dict[str, float | None] = {}
         batch = {name: tensor.to(module.device) for name, tensor in self.batch.items()}
-        with trainer.strategy.precision_plugin.forward_context():
+        with self.recorder.pause(), trainer.strategy.precision_plugin.forward_context():
             if trainer.is_global_zero:
                 result = run_probe(module.model, batch["tokens"], batch.get("documents"))
                 step, tokens = trainer.global_step, trainer.global_step * self.recorder.batch_tokens
@@ -69,9 +69,7 @@ class Probing(pl.Callback):
             elif is_sharded(module.model):
                 with torch.no_grad(), eval_mode(module.model):
                     module.model(batch["tokens"], documents=batch.get("documents"))
-        seconds = time.perf_counter() - began
-        self.recorder.pause(seconds)
-        return scalars | {"time/probe": round(seconds, 4)}
+        return scalars | {"time/probe": round(time.perf_counter() - began, 4)}
 
 
 def probe_batch(data: Any, *, tokens: int, length: int) -> dict[str, Tensor]:

@@ -1,5 +1,7 @@
 """A gain in three currencies: tokens, FLOPs and seconds that the reference needs for the loss that a block reached.
 
+Seconds are processor seconds where both runs know them (one thread on a CPU): a busy neighbour does not change them.
+
 A factor of 1.3 in seconds says: the reference would have needed 1.3 times the block's seconds to come to the block's
 final loss. The reference's cost is read off its own learning curve, seed by seed; beyond its end the curve is continued
 along its last half (loss against log cost) up to four times the cost. With a decaying learning rate both readings make
@@ -16,6 +18,7 @@ import numpy as np
 from polarlm.verdict.comparison import BETTER, NOT_SHOWN, WORSE
 from polarlm.verdict.estimates import Estimate, estimate_mean
 
+PROCESSOR = "processor seconds"
 CURRENCIES = ("tokens", "FLOPs", "seconds")
 FARTHEST = 4.0  # times the cost of the reference's whole run
 
@@ -81,7 +84,9 @@ def cost_at(curve: Curve, currency: str, loss: float) -> float | None:
 def gains(ours: Mapping[int, Curve], theirs: Mapping[int, Curve], seeds: Sequence[int]) -> list[Gain]:
     """The gain in every currency over paired seeds, weakest first."""
     results = []
-    for currency in CURRENCIES:
+    paired = [curve for seed in seeds for curve in (ours.get(seed), theirs.get(seed)) if curve is not None]
+    undisturbed = bool(paired) and all(np.isfinite(curve.costs.get(PROCESSOR, [np.nan])).all() for curve in paired)
+    for currency in (*CURRENCIES[:2], PROCESSOR if undisturbed else CURRENCIES[2]):
         factors = []
         for seed in seeds:
             own, reference = ours.get(seed), theirs.get(seed)
@@ -93,4 +98,5 @@ def gains(ours: Mapping[int, Curve], theirs: Mapping[int, Curve], seeds: Sequenc
         if factors:
             results.append(Gain(currency, estimate_mean(factors, log=True)))
     rank = {WORSE: 0, NOT_SHOWN: 1, BETTER: 2}
-    return sorted(results, key=lambda gain: (rank[gain.outcome], gain.factor.mean))
+    # As printed: what differs by rounding alone keeps its order on every machine.
+    return sorted(results, key=lambda gain: (rank[gain.outcome], round(gain.factor.mean, 2)))

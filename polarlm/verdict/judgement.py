@@ -10,7 +10,7 @@ from polarlm.runs.reading import Run
 from polarlm.verdict.arrangement import choose_baselines, ladder
 from polarlm.verdict.budget import Budget, budget_gaps, is_fair, unfair_reason
 from polarlm.verdict.comparison import Comparison, compare_seeds
-from polarlm.verdict.currencies import Curve, Gain, gains
+from polarlm.verdict.currencies import PROCESSOR, Curve, Gain, gains
 from polarlm.verdict.estimates import Estimate, estimate_mean
 from polarlm.verdict.family import adjust
 from polarlm.verdict.groups import Group
@@ -265,5 +265,6 @@ def _curves(group: Group, measure: Measure) -> dict[int, Curve]:
         losses = np.log(stream[name]) if measure.is_log else stream[name]
         per_token = run.number("flops_per_token")
         flops = stream["tokens"] * per_token if per_token else stream["flops"]
-        curves[run.seed] = Curve({"tokens": stream["tokens"], "FLOPs": flops, "seconds": stream["seconds"]}, losses)
+        costs = {"tokens": stream["tokens"], "FLOPs": flops, "seconds": stream["seconds"]}
+        curves[run.seed] = Curve(costs | {PROCESSOR: stream["processor_seconds"]}, losses)
     return curves

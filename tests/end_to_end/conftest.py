@@ -95,7 +95,7 @@ class Shell:
         return (self.folder / "runs" / name / "checkpoints" / "model.safetensors").read_bytes()
 
 
-TIMES = ("seconds", "training_seconds", "tokens_per_second", "mfu", "peak_flops")
+TIMES = ("seconds", "training_seconds", "processor_seconds", "tokens_per_second", "mfu", "peak_flops")
 
 
 def numbers(rows: list[dict]) -> list[dict]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from polarlm.verdict.comparison import BETTER, NOT_SHOWN, WORSE
-from polarlm.verdict.currencies import Curve, cost_at, gains
+from polarlm.verdict.currencies import PROCESSOR, Curve, cost_at, gains
 
 
 def curve(offset=0.0, slow=1.0, noise=0.0, seed=0, points=40):
@@ -44,6 +44,22 @@ def test_the_gain_of_a_slow_but_better_block_is_weakest_in_seconds():
     assert by_name["tokens"].outcome == by_name["FLOPs"].outcome == BETTER
     assert by_name["seconds"].factor.mean == pytest.approx(math.exp(0.2) / 1.5, rel=0.03)
     assert by_name["seconds"].outcome == WORSE
+
+
+def test_seconds_are_processor_seconds_where_every_run_knows_them():
+    def busy(slow, seed):
+        # A neighbour made the time that passed meaningless; the processor's own time is not touched by it.
+        made = curve(slow=slow, noise=0.002, seed=seed)
+        clock = made.costs["seconds"]
+        noise = 1 + 5 * np.random.default_rng(seed).random()
+        return Curve({**made.costs, "seconds": noise * clock, PROCESSOR: clock}, made.losses)
+
+    ours, theirs = {s: busy(2.0, s) for s in range(3)}, {s: busy(1.0, 10 + s) for s in range(3)}
+    by_name = {gain.currency: gain for gain in gains(ours, theirs, range(3))}
+    assert set(by_name) == {"tokens", "FLOPs", PROCESSOR}
+    assert by_name[PROCESSOR].factor.mean == pytest.approx(0.5, rel=0.03) and by_name[PROCESSOR].outcome == WORSE
+    unknown = Curve({**theirs[1].costs, PROCESSOR: np.full(40, np.nan)}, theirs[1].losses)
+    assert {gain.currency for gain in gains(ours, theirs | {1: unknown}, range(3))} == {"tokens", "FLOPs", "seconds"}
 
 
 def test_equal_blocks_gain_nothing():

@@ -58,19 +58,29 @@ def test_tokens_per_second_and_seconds_of_the_final_table_count_the_same_time():
     assert line == "120,000 in 1:00 of training (2.0k tokens/s), 0:30 more for validation and diagnostics"
 
 
-def test_pauses_are_in_the_total_time_but_not_in_training_time_also_after_a_restart():
+def test_pauses_are_in_the_total_time_but_not_in_training_time_also_after_a_restart(monkeypatch):
     rows = []
     logger = SimpleNamespace(log_metrics=lambda row, step: rows.append(row))
-    trainer = SimpleNamespace(loggers=[logger], global_step=0, max_steps=10)
+    device = SimpleNamespace(root_device=torch.device("cpu"))
+    trainer = SimpleNamespace(loggers=[logger], global_step=0, max_steps=10, world_size=1, strategy=device)
     recorder = Recorder(batch_tokens=64, flops_per_token=10, log_every=1)
-    recorder.load_state_dict({"seconds": 100.0, "paused": 40.0})
+    recorder.load_state_dict({"seconds": 100.0, "paused": 40.0, "processor": 30.0})
     recorder.on_train_start(trainer, None)
-    time.sleep(0.05)
-    recorder.pause(0.05)
+    with recorder.pause():
+        time.sleep(0.05)
+        until = time.process_time() + 0.2
+        while time.process_time() < until:
+            pass
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     recorder.write(trainer, 1)
-    assert rows[0]["seconds"] >= 100.05
-    assert rows[0]["seconds"] - rows[0]["training_seconds"] == pytest.approx(40.05, abs=2e-3)
-    assert recorder.state_dict()["paused"] == pytest.approx(40.05)
+    assert rows[0]["seconds"] >= 100.25
+    assert rows[0]["seconds"] - rows[0]["training_seconds"] >= 40.25
+    assert rows[0]["training_seconds"] == pytest.approx(rows[0]["seconds"] - recorder.state_dict()["paused"], abs=2e-3)
+    assert 30.0 <= rows[0]["processor_seconds"] < 30.2  # neither the pause nor sleeping counts
+    assert 30.0 <= recorder.state_dict()["processor"] < 30.2
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # threads that wait for each other spin
+    recorder.write(trainer, 2)
+    assert "processor_seconds" not in rows[1]
 
 
 def test_a_typical_step_is_the_median_without_the_first_warming_up():
