@@ -120,9 +120,9 @@ def frames(z, times, weights, s, speeds):
 
     RoPE's sign: it is the common frame that is reached with exp(+i w t), so a step turns by exp(-i w).
     """
-    found = []
+    products = []
     for t, stream in enumerate(z):
-        found.append([])
+        products.append([])
         for g, speed in enumerate(speeds):
             modes = len(speed)
             phases, correction = speed, np.eye(modes)
@@ -134,8 +134,8 @@ def frames(z, times, weights, s, speeds):
                 angle = (weights["transport.angles"] @ stream)[g]
                 correction = np.eye(modes) + (np.exp(1j * angle) - 1) * np.outer(axis, axis.conj())
             step = np.diag(np.exp(-1j * phases)) @ correction
-            found[t].append(step @ found[t - 1][g] if times[t] else np.eye(modes))
-    return found
+            products[t].append(step @ products[t - 1][g] if times[t] else np.eye(modes))
+    return products
 
 
 def move(matrix, vector):

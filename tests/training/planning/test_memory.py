@@ -70,13 +70,13 @@ def allocated_peak(model: GPT, optim: dict[str, Any], rows: int, precision: str,
 def allocations(recorded: Any) -> list[Any]:
     from torch._C._profiler import _EventType
 
-    waiting, found = list(recorded.profiler.kineto_results.experimental_event_tree()), []
+    waiting, events = list(recorded.profiler.kineto_results.experimental_event_tree()), []
     while waiting:
         event = waiting.pop()
         waiting += event.children
         if event.typed[0] == _EventType.Allocation:
-            found.append(event)
-    return sorted(found, key=lambda event: event.start_time_ns)
+            events.append(event)
+    return sorted(events, key=lambda event: event.start_time_ns)
 
 
 CASES = [
