@@ -19,6 +19,7 @@ ENV PATH=/opt/polarlm/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY configs configs
+COPY hydra_plugins hydra_plugins
 COPY polarlm polarlm
 RUN pip install ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} -c constraints.txt ".${EXTRAS:+[${EXTRAS}]}" && polarlm --version
 

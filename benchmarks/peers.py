@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -95,56 +96,33 @@ class GPT2Like(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+def _with_loss(model: nn.Module, logits: Callable[[Tensor], Tensor]) -> tuple[nn.Module, Callable]:
+    """A stranger's model, and the plain cross-entropy of its logits."""
+    return model, lambda tokens, targets: F.cross_entropy(logits(tokens).flatten(0, 1), targets.flatten())
+
+
 def _transformers(context: int, hidden: int, d_model: int, n_layer: int, n_head: int, vocab_size: int = VOCABULARY):
-    try:
-        from transformers import LlamaConfig, LlamaForCausalLM
-    except ImportError:
-        return None
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=d_model,
-        intermediate_size=hidden,
-        num_hidden_layers=n_layer,
-        num_attention_heads=n_head,
-        max_position_embeddings=context,
-        tie_word_embeddings=True,
-        use_cache=False,
-    )
+        hidden_size=d_model, intermediate_size=hidden, num_hidden_layers=n_layer, num_attention_heads=n_head,
+        vocab_size=vocab_size, max_position_embeddings=context, tie_word_embeddings=True, use_cache=False,
+    )  # fmt: skip
     config._attn_implementation = "sdpa"
     model = LlamaForCausalLM(config)
-
-    def loss(tokens: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten())
-
-    return model, loss
+    return _with_loss(model, lambda tokens: model(tokens).logits)
 
 
 def _litgpt(context: int, hidden: int, d_model: int, n_layer: int, n_head: int, vocab_size: int = VOCABULARY):
-    try:
-        from litgpt import GPT, Config
-    except ImportError:
-        return None
-    model = GPT(
-        Config(
-            block_size=context,
-            vocab_size=vocab_size,
-            padded_vocab_size=vocab_size,
-            n_layer=n_layer,
-            n_head=n_head,
-            n_embd=d_model,
-            rotary_percentage=1.0,
-            parallel_residual=False,
-            bias=False,
-            norm_class_name="RMSNorm",
-            mlp_class_name="LLaMAMLP",
-            intermediate_size=hidden,
-        )
-    )
+    from litgpt import GPT, Config
 
-    def loss(tokens: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-
-    return model, loss
+    config = Config(
+        n_embd=d_model, intermediate_size=hidden, n_layer=n_layer, n_head=n_head,
+        vocab_size=vocab_size, padded_vocab_size=vocab_size, block_size=context, bias=False,
+        norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP", rotary_percentage=1.0, parallel_residual=False,
+    )  # fmt: skip
+    model = GPT(config)
+    return _with_loss(model, model)
 
 
 def candidates(context: int, batch: int, **shape: int) -> tuple[dict[str, Callable[[], None]], dict[str, int]]:
@@ -159,15 +137,16 @@ def candidates(context: int, batch: int, **shape: int) -> tuple[dict[str, Callab
         OURS_GELU: (gelu, gelu.loss),
         "bare torch loop": (bare, bare.loss),
         NANOGPT: (gpt2, gpt2.loss),
-        "transformers Llama": _transformers(context, hidden, **shape),
-        "litgpt": _litgpt(context, hidden, **shape),
     }
-    installed = {name: pair for name, pair in made.items() if pair is not None}
-    steps = {name: training_step(loss, model, batch, context, vocabulary) for name, (model, loss) in installed.items()}
+    if find_spec("transformers"):
+        made["transformers Llama"] = _transformers(context, hidden, **shape)
+    if find_spec("litgpt"):
+        made["litgpt"] = _litgpt(context, hidden, **shape)
+    steps = {name: training_step(loss, model, batch, context, vocabulary) for name, (model, loss) in made.items()}
     sizes = {
         name: sum(p.numel() for p in model.parameters())
         - sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
-        for name, (model, _) in installed.items()
+        for name, (model, _) in made.items()
     }
     return steps, sizes
 

@@ -20,13 +20,13 @@ def functions_in(path: str) -> list[str]:
 
 def named(text: str) -> list[tuple[str, str | None]]:
     """(file, function or None) of every test in backticks; `…name` is in the file named before it."""
-    found: list[tuple[str, str | None]] = []
+    mentions: list[tuple[str, str | None]] = []
     for mention in re.findall(r"`((?:tests/|…)[^`]+)`", text):
         file, _, function = mention.partition("::")
         if mention.startswith("…"):
-            file, function = found[-1][0], mention
-        found.append((file, function or None))
-    return found
+            file, function = mentions[-1][0], mention
+        mentions.append((file, function or None))
+    return mentions
 
 
 def test_every_row_names_a_test_that_exists():

@@ -9,6 +9,8 @@ from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 
+from polarlm.training.loggers.short_numbers import clock
+
 
 class Board:
     """Counts jobs and tells about them on stderr."""
@@ -89,12 +91,3 @@ class Board:
         best = f"best so far: {self.best[0]:.4f} ({self.best[1]})" if self.best else ""
         table.caption = f"{best}   left: {clock(self.seconds_left())}"
         self.live.update(table)
-
-
-def clock(seconds: float) -> str:
-    """1:02 or 1:02:03; an unknown time is a dash."""
-    if seconds != seconds:
-        return "–"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -143,8 +143,8 @@ def backends() -> Iterator[Check]:
             yield "FAILED", f"attention: {name}", compared.reason
             continue
         seconds = timed(lambda run=backend.run: passes(run, where), where, repeats=3)  # type: ignore[misc]
-        found = f"error {compared.error:.0e}, {1000 * seconds:.1f} ms forward and backward"
-        yield "ok", f"attention: {name}", found
+        text = f"error {compared.error:.0e}, {1000 * seconds:.1f} ms forward and backward"
+        yield "ok", f"attention: {name}", text
 
 
 def disk() -> Iterator[Check]:

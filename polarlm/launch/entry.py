@@ -24,9 +24,9 @@ def train(arguments: Sequence[str] | None = None) -> None:
     """`python train.py …` and `polarlm train …`."""
 
     def task(cfg: DictConfig) -> float:
-        from polarlm.launch.train import train
+        from polarlm.launch.train import train_job
 
-        return train(cfg)
+        return train_job(cfg)
 
     run(task, "train", arguments)
 

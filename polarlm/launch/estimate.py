@@ -9,7 +9,7 @@ from typing import Any
 MOST_KINDS = 12  # of more kinds of jobs one per block is measured, and the others follow by their FLOPs
 FEWEST_STEPS = 400  # of all jobs together: less is over before it is measured
 SECONDS = 1.0  # of measuring per kind
-VOCABULARY = {"byte": 256, "char": 100, "gpt2": 50257}
+CHARACTERS, UNKNOWN = 100, 10_000  # vocabularies that only the text will tell
 
 
 def seconds_of_jobs(configs: Sequence[dict[str, Any]], threads: int | None = None) -> list[float] | None:
@@ -44,7 +44,7 @@ def measure(kinds: dict[str, dict[str, Any]], threads: int | None) -> dict[str, 
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
-        return {kind: seconds_per_step([c], vocabulary_of(c), SECONDS)[0] for kind, c in kinds.items()}
+        return {kind: seconds_per_step([c], likely_vocabulary(c), SECONDS)[0] for kind, c in kinds.items()}
     finally:
         torch.set_num_threads(before)
 
@@ -53,21 +53,26 @@ def flops_of_step(config: dict[str, Any]) -> float:
     """Counted FLOPs of an optimiser step."""
     from polarlm.model.build import build_model
 
-    model = build_model(config, vocabulary_of(config))
+    model = build_model(config, likely_vocabulary(config))
     return float(model.flops_per_token(config["model"]["context"]) * config["trainer"]["batch_tokens"])
 
 
 def kind_of(config: dict[str, Any]) -> str:
     """Equal for jobs whose steps take equally long."""
     trainer = {k: config["trainer"][k] for k in ("batch_tokens", "micro_batch_tokens", "precision", "compile")}
-    parts = [config["block"], config["model"], config["optim"]["_target_"], trainer, vocabulary_of(config)]
+    parts = [config["block"], config["model"], config["optim"]["_target_"], trainer, likely_vocabulary(config)]
     return json.dumps(parts, sort_keys=True)
 
 
-def vocabulary_of(config: dict[str, Any]) -> int:
-    """The tokenizer's vocabulary as far as its settings tell it."""
-    tokenizer = config["tokenizer"]
-    return VOCABULARY.get(tokenizer["kind"]) or tokenizer.get("vocab_size") or 10_000
+def likely_vocabulary(config: dict[str, Any]) -> int:
+    """The tokenizer's vocabulary where its settings tell it, else a usual one."""
+    from polarlm.errors import UserError
+    from polarlm.training.planning.plan import vocabulary_of
+
+    try:
+        return vocabulary_of(config["tokenizer"])
+    except UserError:
+        return CHARACTERS if config["tokenizer"]["kind"] == "char" else UNKNOWN
 
 
 def side_by_side(overrides: Sequence[str]) -> tuple[int, int | None] | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.evaluation.metrics import METRICS, formatted
-from polarlm.training.loggers.progress import clock, short
+from polarlm.training.loggers.short_numbers import clock, short
 from polarlm.visible import visible_text
 
 

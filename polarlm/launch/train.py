@@ -18,7 +18,7 @@ from polarlm.runs.files import read_json
 from polarlm.runs.sweeps import RESULT_VARIABLE, SWEPT_VARIABLE, command_overrides, find_finished, sweep_group
 
 
-def train(cfg: DictConfig) -> float:
+def train_job(cfg: DictConfig) -> float:
     """Train, evaluate and describe one run; returns the validation loss."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode

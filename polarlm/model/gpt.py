@@ -65,19 +65,10 @@ class GPT(nn.Module):
     def _block(self, layer: int, mixer: Callable[[MixerShape], Mixer], stream_std: float) -> Block:
         c = self.config
         shape = MixerShape(
-            d_model=c.d_model,
-            n_head=c.n_head,
-            n_kv_head=c.kv_heads,
-            head_dim=c.head_size,
-            layer=layer,
-            n_layer=c.n_layer,
-            dropout=c.dropout,
-            norm_eps=c.norm_eps,
-            rope_base=c.rope_base,
-            stream_std=1.0 if self.frame.unit_stream else stream_std,
-            init=c.init,
-            zero_init=c.zero_init,
-        )
+            d_model=c.d_model, n_head=c.n_head, n_kv_head=c.kv_heads, head_dim=c.head_size,
+            layer=layer, n_layer=c.n_layer, dropout=c.dropout, norm_eps=c.norm_eps, rope_base=c.rope_base,
+            stream_std=1.0 if self.frame.unit_stream else stream_std, init=c.init, zero_init=c.zero_init,
+        )  # fmt: skip
         feed_forward = build_feed_forward(c.ffn, c.d_model, c.ffn_mult, shape.initial, c.ffn_width)
         if self.frame.around_feed_forward is not None:
             self.frame.around_feed_forward(feed_forward)

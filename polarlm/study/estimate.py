@@ -7,9 +7,9 @@ from typing import Any
 
 def estimate(study: Any, jobs: int | None, threads: int | None) -> str:
     """A sentence, or nothing where nothing is left."""
-    from polarlm.launch.board import clock
     from polarlm.launch.estimate import seconds_of_jobs
     from polarlm.launch.pool import share_of_cores
+    from polarlm.training.loggers.short_numbers import clock
 
     left = list(missing(study).values())
     at_once, each = share_of_cores(jobs, threads)

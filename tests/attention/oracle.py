@@ -13,14 +13,20 @@ import numpy as np
 
 CAP = 1e4  # largest precision of a residual
 FLOOR = 1e-6  # smallest magnitude in a precision
+NORM = 1e-6  # added to a mean square by RMSNorm
+ROOT = 1e-12  # added to a mean square, so that the zero vector has a direction (N5 in docs/theory.md)
 
 
-def polar_attention(x, weights, p, s, *, heads, groups, base=10000.0, documents=None, before=None):
-    """What one sequence x (T, d) gets from the layer, (T, d); `documents` are T ids, `before` is log P+ (T, heads)."""
+def polar_attention(x, weights, p, s, *, heads, groups, base=10000.0, documents=None, before=None, first_values=None):
+    """What one sequence x (T, d) gets from the layer, (T, d); `documents` are T ids, `before` is log P+ (T, heads).
+
+    `first_values` are the first layer's W_v z, (T, D).
+    """
     tokens = len(x)
     documents = np.zeros(tokens, int) if documents is None else documents
     times = [t - next(i for i in range(tokens) if documents[i] == documents[t]) for t in range(tokens)]
-    z, q, k, v, m = zip(*(project(z, weights, p, s, heads, groups) for z in x))
+    first_values = [None] * tokens if first_values is None else first_values
+    z, q, k, v, m = zip(*(project(z, first, weights, p, s, heads, groups) for z, first in zip(x, first_values)))
     size = len(v[0][0])
     speeds = frequencies(s, weights, groups, size, base)
     of = [h // (heads // groups) for h in range(heads)]  # key head of a query head
@@ -71,13 +77,16 @@ def polar_attention(x, weights, p, s, *, heads, groups, base=10000.0, documents=
             correlation = [cosine(s["radial_correlation"], i, j, q_turned, k_turned, v_turned, of) for j in past]
             delta_m = radial(i, past, correlation, directional, m, p, s) - m[i]
         taken = step(own, means, evidence, m[i], delta_m, p, s)
+        if s["head_gate"]:
+            stream = x[i] if s["norm_position"] == "both" else x[i] / math.sqrt((x[i] ** 2).mean() + NORM)
+            taken = np.repeat(2 / (1 + np.exp(-weights["head_gate"] @ stream)), size) * taken
         if s["tie_output"]:  # the mean over the query heads of a value head, through W_v transposed
             taken = taken.reshape(groups, heads // groups, size).mean(1).flatten()
         out.append((weights["v"].T if s["tie_output"] else weights["out"]) @ taken)
     return np.array(out)
 
 
-def project(z, weights, p, s, heads, groups):
+def project(z, first, weights, p, s, heads, groups):
     """Step 1: the stream z as it is projected, directions q (heads, ·), k, v (groups, ·), magnitude m of one token."""
     m = None
     if s["norm_position"] == "post":
@@ -85,6 +94,8 @@ def project(z, weights, p, s, heads, groups):
     if s["norm_position"] == "pre":
         m, z = p["gain"] * rms(z), z / rms(z)
     v = weights["v"] @ z
+    if s["value_residual"]:
+        v = (1 - weights["value_residual.share"]) * v + weights["value_residual.share"] * first
     m = rms(v) if m is None else m
     v = v / rms(v) if s["norm_values"] else v
     size = len(v) // groups
@@ -120,9 +131,9 @@ def frames(z, times, weights, s, speeds):
 
     RoPE's sign: it is the common frame that is reached with exp(+i w t), so a step turns by exp(-i w).
     """
-    found = []
+    products = []
     for t, stream in enumerate(z):
-        found.append([])
+        products.append([])
         for g, speed in enumerate(speeds):
             modes = len(speed)
             phases, correction = speed, np.eye(modes)
@@ -134,8 +145,8 @@ def frames(z, times, weights, s, speeds):
                 angle = (weights["transport.angles"] @ stream)[g]
                 correction = np.eye(modes) + (np.exp(1j * angle) - 1) * np.outer(axis, axis.conj())
             step = np.diag(np.exp(-1j * phases)) @ correction
-            found[t].append(step @ found[t - 1][g] if times[t] else np.eye(modes))
-    return found
+            products[t].append(step @ products[t - 1][g] if times[t] else np.eye(modes))
+    return products
 
 
 def move(matrix, vector):
@@ -253,7 +264,7 @@ def step(own, means, evidence, m, delta_m, p, s):
     elif s["projection"] == "global":
         tangent = mean - (v @ mean) / (v @ v) * v
     else:  # Proposition 5
-        counted = [math.exp(max(e - max(evidence), -s["evidence_clamp"])) for e in evidence]  # in units of the largest
+        counted = relative_evidence(evidence, s)
         along = sum(a @ d for a, d in zip(own, delta))
         scale = sum((a @ a) / e for a, e in zip(own, counted))
         tangent = np.concatenate([d - along / (e * scale) * a for a, d, e in zip(own, delta, counted)])
@@ -278,6 +289,12 @@ def step(own, means, evidence, m, delta_m, p, s):
     return (m + change) * turned - m * v
 
 
+def relative_evidence(evidence, s):
+    """Of every head in units of the largest, and no smaller than the clamp allows."""
+    clamp = math.inf if s["evidence_clamp"] is None else s["evidence_clamp"]
+    return [math.exp(max(e - max(evidence), -clamp)) for e in evidence]
+
+
 def complex_projection(own, means, delta, evidence, s):
     """The same three projections with v†Δ = 0 instead of its real part."""
     a, b, d = ([x[: len(x) // 2] + 1j * x[len(x) // 2 :] for x in xs] for xs in (own, means, delta))
@@ -288,11 +305,11 @@ def complex_projection(own, means, delta, evidence, s):
         along = sum(np.vdot(x, y) for x, y in zip(a, b)) / sum(squared)
         modes = [y - along * x for x, y in zip(a, b)]
     else:
-        counted = [math.exp(max(e - max(evidence), -s["evidence_clamp"])) for e in evidence]
+        counted = relative_evidence(evidence, s)
         along = sum(np.vdot(x, y) for x, y in zip(a, d)) / sum(r / e for r, e in zip(squared, counted))
         modes = [y - along / e * x for x, y, e in zip(a, d, counted)]
     return np.concatenate([np.concatenate([z.real, z.imag]) for z in modes])
 
 
 def rms(x):
-    return math.sqrt((x**2).mean())
+    return math.sqrt((x**2).mean() + ROOT)

@@ -63,9 +63,9 @@ def test_polar_decodes_what_it_computes_at_once(switches: dict, short: bool) -> 
     torch.manual_seed(0)
     mixer = PolarAttention(shape(), **switches).eval()
     x = torch.randn(2, LENGTH, 32)
-    found, taken = decoded(mixer, x, prompt=0 if short else 60)
+    stepwise, taken = decoded(mixer, x, prompt=0 if short else 60)
     assert taken == short
-    torch.testing.assert_close(found, at_once(mixer, x), rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(stepwise, at_once(mixer, x), rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("switches", [{}, {"qk_norm": False, "rotate_values": False, "decay_values": False}], ids=str)
@@ -73,9 +73,9 @@ def test_rfa_decodes_what_it_computes_at_once(switches: dict) -> None:
     torch.manual_seed(0)
     mixer = RobustFilterAttention(shape(), **switches).eval()
     x = torch.randn(3, LENGTH, 32)
-    found, taken = decoded(mixer, x, prompt=5)
+    stepwise, taken = decoded(mixer, x, prompt=5)
     assert taken
-    torch.testing.assert_close(found, at_once(mixer, x), rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(stepwise, at_once(mixer, x), rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -97,9 +97,9 @@ def test_standard_and_xsa_decode_what_they_compute_at_once(block: type[Mixer], s
     mixer = block(shape(), **switches).eval()
     mixer.qkv.weight.data.mul_(4)  # scores of either sign, some far from 0
     x = torch.randn(2, LENGTH, 32)
-    found, taken = decoded(mixer, x, prompt=3)
+    stepwise, taken = decoded(mixer, x, prompt=3)
     assert taken == short
-    torch.testing.assert_close(found, at_once(mixer, x), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(stepwise, at_once(mixer, x), rtol=1e-4, atol=1e-4)
 
 
 def test_a_block_that_combines_in_its_own_way_takes_the_long_way() -> None:
@@ -120,9 +120,9 @@ def test_heads_that_are_no_whole_vectors_and_other_precisions_take_the_long_way(
         (PolarAttention(shape(head_dim=8)), torch.randn(1, 5, 32)),
         (PolarAttention(shape()).double(), torch.randn(1, 5, 32, dtype=torch.float64)),
     ):
-        found, taken = decoded(mixer.eval(), x, prompt=2)
+        stepwise, taken = decoded(mixer.eval(), x, prompt=2)
         assert not taken
-        torch.testing.assert_close(found, at_once(mixer, x), rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(stepwise, at_once(mixer, x), rtol=1e-4, atol=2e-5)
 
 
 def test_the_scalars_of_a_new_text_are_read_again() -> None:

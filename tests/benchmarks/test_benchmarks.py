@@ -31,8 +31,8 @@ def test_decoding_reports_tokens_per_second():
 
 
 def test_ratios_are_of_medians_of_minima_and_within_a_round():
-    found = ratios({"a": [1.0, 2.0, 4.0], "b": [3.0, 3.0, 4.0]}, "a")["b"]
-    assert (found["ratio"], found["of minima"], found["in a round"]) == (1.5, 3.0, 1.5)
+    ratio = ratios({"a": [1.0, 2.0, 4.0], "b": [3.0, 3.0, 4.0]}, "a")["b"]
+    assert (ratio["ratio"], ratio["of minima"], ratio["in a round"]) == (1.5, 3.0, 1.5)
 
 
 def test_a_neighbour_slows_a_step_down_and_is_gone_afterwards():

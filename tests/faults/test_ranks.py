@@ -106,9 +106,9 @@ def test_killed_fsdp_runs_end_with_the_same_bits(place):
         history.append(f"rank and time {when}: {ranks.join(kill_after=when)}")
     if not is_finished(folder):
         train(place, "killed", "fsdp", 2, dropout)
-    found = outcome(folder)
+    actual = outcome(folder)
     for what in expected:
-        assert found[what] == expected[what], (what, history)
+        assert actual[what] == expected[what], (what, history)
     assert [p.name for p in folder.parent.iterdir()] == ["run"], history
 
 

@@ -12,11 +12,11 @@ from polarlm.launch import doctor
 
 
 def test_every_backend_has_a_row_with_error_and_time_or_a_reason() -> None:
-    rows = {what: (state, found) for state, what, found in doctor.backends()}
+    rows = {what: (state, text) for state, what, text in doctor.backends()}
     assert set(rows) == {f"attention: {name}" for name in kernels.BACKENDS}
     for name in ("reference", "native", "streaming"):
-        state, found = rows[f"attention: {name}"]
-        assert state == "ok" and "ms forward and backward" in found, found
+        state, text = rows[f"attention: {name}"]
+        assert state == "ok" and "ms forward and backward" in text, text
     assert rows["attention: flex"] == ("n/a", "not here: FlexAttention has no backward pass on cpu")
 
 

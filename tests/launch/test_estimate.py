@@ -52,3 +52,9 @@ def test_jobs_at_a_time_follow_the_launcher():
     )
     assert estimate.side_by_side(["hydra/launcher=joblib", "hydra.launcher.n_jobs=4"]) == (4, 1)
     assert estimate.side_by_side(["hydra/launcher=slurm"]) is None
+
+
+@pytest.mark.parametrize(("tokenizer", "size"), [("byte", 257), ("gpt2", 50257), ("char", 100)])
+def test_a_step_is_measured_with_the_vocabulary_that_the_tokenizer_will_have(tokenizer, size):
+    (job,) = plan_jobs(config_loader(), "train", [f"tokenizer={tokenizer}"], multirun=False).jobs
+    assert job.config is not None and estimate.likely_vocabulary(job.config) == size

@@ -54,10 +54,10 @@ def save(path: Path, checkpoint: dict, processes: int = 3) -> Path:
 def test_one_process_reads_what_several_wrote(tmp_path):
     path = step_file(tmp_path, 1)
     save(path, state())
-    found, expected = load_verified(path), state()
-    assert found.keys() == expected.keys()
-    assert found["optimizer_states"][0]["param_groups"] == expected["optimizer_states"][0]["param_groups"]
-    whole = dict(tensors_of(found))
+    loaded, expected = load_verified(path), state()
+    assert loaded.keys() == expected.keys()
+    assert loaded["optimizer_states"][0]["param_groups"] == expected["optimizer_states"][0]["param_groups"]
+    whole = dict(tensors_of(loaded))
     assert whole.keys() == dict(tensors_of(expected)).keys()
     assert all(torch.equal(whole[name], tensor) for name, tensor in tensors_of(expected))
     assert whole["state_dict.model.head.weight"] is whole["state_dict.model.embedding.weight"]  # tied: stored once

@@ -68,3 +68,12 @@ def test_versions_that_other_files_name_are_the_same():
     (ruff,) = [pins.version(pin) for pin in pins.pins()["ruff"]]
     assert f"rev: v{ruff}" in (root / ".pre-commit-config.yaml").read_text(encoding="utf-8")
     assert f"\nversion: {polarlm.__version__}\n" in (root / "CITATION.cff").read_text(encoding="utf-8")
+
+
+def test_the_container_gets_everything_that_the_wheel_ships():
+    project = pins.tomllib.loads((pins.ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    shipped = {*wheel["packages"], *wheel["force-include"], "pyproject.toml", project["project"]["readme"]}
+    lines = (pins.ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    copied = {word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]}
+    assert shipped <= copied

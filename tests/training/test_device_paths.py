@@ -186,32 +186,23 @@ def test_the_backward_operator_of_the_triton_kernels_on_a_gpu():
         parameters, evidence = fake(7, 4, dtype=torch.float32), fake(2, 4, 16, dtype=torch.float32)
         options = (None, "student", False, False, True)
         inputs = (call.q, call.k, call.v, call.magnitude, parameters)
-        found = triton_backward(call.q, evidence, call.q, evidence, *inputs, *options)
-    assert [x.shape for x in found] == [x.shape for x in inputs]
-    assert all(x.device == GPU for x in found)
+        gradients = triton_backward(call.q, evidence, call.q, evidence, *inputs, *options)
+    assert [x.shape for x in gradients] == [x.shape for x in inputs]
+    assert all(x.device == GPU for x in gradients)
 
 
 @pytest.mark.parametrize("world", [8, 512])
 def test_a_sharded_step_among_many_ranks(world):
-    """FSDP2 over a process group that talks to nobody: shards, norm and clipping as rank 0 of `world` sees them."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
+    """FSDP2's shards, norm and clipping as rank 0 of `world` sees them."""
     from polarlm.model.build import build_model
     from polarlm.training.gradients import clip, gradients_of, total_norm
-    from polarlm.training.module import LanguageModel
     from polarlm.training.optimisers import build_optimiser
+    from tests.training.lonely_rank import rank_zero
 
     config = composed_block("polar")
     model = build_model(config, 1024)
     whole = model.embedding.weight.shape[0]
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    try:
-        module = LanguageModel(model, optim=config["optim"], schedule=None, batch_tokens=1, max_steps=1, compiled=False)  # type: ignore[arg-type]
-        names = ("data_parallel", "tensor_parallel")
-        module._device_mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=names)
-        module.configure_model()
+    with rank_zero(world, model, config["optim"]) as module:
         assert module.model.embedding.weight.to_local().shape[0] == -(-whole // world)
         optimiser = build_optimiser(config["optim"], module.model)
         tokens = torch.zeros(1, 16, dtype=torch.long)
@@ -221,5 +212,3 @@ def test_a_sharded_step_among_many_ranks(world):
         clip(gradients, total_norm(gradients), 1.0)
         optimiser.step()
         assert len(gradients) == len(list(module.model.parameters()))
-    finally:
-        dist.destroy_process_group()

@@ -9,23 +9,9 @@ from typing import Any
 from lightning.pytorch.callbacks import ProgressBar
 
 from polarlm.training.callbacks import Recorder
+from polarlm.training.loggers.short_numbers import clock, short
 
 LINE_SECONDS = 5.0  # without a terminal: at most one line in this time
-
-
-def short(number: float) -> str:
-    """1234567 → '1.2M'."""
-    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.1f}{letter}"
-    return f"{number:.0f}"
-
-
-def clock(seconds: float) -> str:
-    """75 → '1:15'."""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 ORDER = ("tokens", "loss", "lr", "speed", "val", "left")  # as read

@@ -34,7 +34,7 @@ def choose_mode(wanted: str) -> tuple[Mode, str | None]:
                 "or choose logger.mode=offline"
             )
         return "offline", None
-    if not reachable(server()):
+    if not answers(server()):
         return "offline", f"wandb: {server()} does not answer; this run is logged offline"
     return "online", None
 
@@ -65,7 +65,7 @@ def logged_in() -> bool:
     return False
 
 
-def reachable(url: str) -> bool:
+def answers(url: str) -> bool:
     """Whether wandb's server at `url` answers."""
     question = json.dumps({"query": "query { serverInfo { cliVersionInfo } }"}).encode()
     return network.reachable(f"{url.rstrip('/')}/graphql", question)

@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
         options.out.write_text(json.dumps(layout(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         print(f"{options.out}: {sum(len(s.panels) for s in LAYOUT)} panels in {len(LAYOUT)} sections")
         return 0
-    from polarlm.training.loggers.wandb_mode import logged_in, reachable, server
+    from polarlm.training.loggers.wandb_mode import answers, logged_in, server
 
     hint = "`python -m polarlm wandb-workspace --out workspace.json` writes the layout without it"
     try:
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"wandb-workspace needs the wandb-workspaces package: {INSTALL}; {hint}") from None
     if not logged_in():
         raise UserError(f"wandb-workspace needs a wandb login: run `wandb login` or set WANDB_API_KEY; {hint}")
-    if not reachable(server()):
+    if not answers(server()):
         raise UserError(f"{server()} does not answer; try again online; {hint}")
     import wandb
 

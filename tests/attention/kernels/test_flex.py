@@ -42,8 +42,8 @@ def test_outputs_and_gradients_of_every_leaf(kernel: str, magnitude: bool, decay
     outputs, truth = unfused(call), (expected.v_bar, expected.log_evidence)
     torch.testing.assert_close(outputs, truth, rtol=1e-6, atol=1e-8)
     leaves, upstream = list(case.leaves().values()), [torch.randn_like(x) for x in truth]
-    found, right = (torch.autograd.grad(x, leaves, upstream, allow_unused=True) for x in (outputs, truth))
-    for ours, theirs, name in zip(found, right, case.leaves()):
+    actual, right = (torch.autograd.grad(x, leaves, upstream, allow_unused=True) for x in (outputs, truth))
+    for ours, theirs, name in zip(actual, right, case.leaves()):
         theirs = torch.zeros(()) if theirs is None else theirs
         ours = torch.zeros_like(theirs) if ours is None else ours
         assert (ours - theirs).abs().max() <= 1e-6 * theirs.abs().max().clamp_min(1e-3), name

@@ -265,7 +265,7 @@ class TestMode:
         assert not wandb_mode.logged_in()
         monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
         assert wandb_mode.logged_in()
-        monkeypatch.setattr(wandb_mode, "reachable", lambda url: url == "https://wandb.example.org")
+        monkeypatch.setattr(wandb_mode, "answers", lambda url: url == "https://wandb.example.org")
         assert wandb_mode.choose_mode("auto") == ("online", None)
 
     def test_online_that_fails_at_the_start_goes_on_offline(self, monkeypatch, folder, capsys):

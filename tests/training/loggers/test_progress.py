@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from polarlm.training.loggers.progress import Progress, bar_width, fitted
+from polarlm.training.loggers.short_numbers import clock, short
 
 LAST = {"train/loss": 12.345, "train/lr": 3e-4, "tokens_per_second": 123456.0, "val/loss": 11.987}
 
@@ -48,3 +49,8 @@ def test_what_is_needed_least_goes_first():
     assert fitted(parts, None) == "1M tokens  loss 1  lr 1  5 tok/s  val 2  left 9"
     assert fitted(parts, 24) == "loss 1  val 2  left 9"
     assert fitted(parts, 1) == "left 9"
+
+
+def test_times_and_large_numbers_are_short():
+    assert [clock(s) for s in (0.4, 59.6, 75, 3723, float("nan"))] == ["0:00", "1:00", "1:15", "1:02:03", "–"]
+    assert [short(n) for n in (999, 1234, 1_234_567, 2.5e12)] == ["999", "1.2k", "1.2M", "2.5T"]

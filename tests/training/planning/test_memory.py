@@ -18,6 +18,7 @@ from polarlm.training.planning.devices import Shape, device_memory, traffic
 from polarlm.training.planning.gpus import GPUS, peak_flops
 from polarlm.training.planning.memory import LiveBytes, StepMemory, step_memory
 from polarlm.training.planning.plan import shape_of
+from tests.training.lonely_rank import rank_zero
 
 VOCABULARY, LAYERS = 700, 4
 SMALL = ("model.d_model=64", "model.n_head=4", "model.context=64")
@@ -70,13 +71,13 @@ def allocated_peak(model: GPT, optim: dict[str, Any], rows: int, precision: str,
 def allocations(recorded: Any) -> list[Any]:
     from torch._C._profiler import _EventType
 
-    waiting, found = list(recorded.profiler.kineto_results.experimental_event_tree()), []
+    waiting, events = list(recorded.profiler.kineto_results.experimental_event_tree()), []
     while waiting:
         event = waiting.pop()
         waiting += event.children
         if event.typed[0] == _EventType.Allocation:
-            found.append(event)
-    return sorted(found, key=lambda event: event.start_time_ns)
+            events.append(event)
+    return sorted(events, key=lambda event: event.start_time_ns)
 
 
 CASES = [
@@ -156,28 +157,14 @@ SHARDED = [
 
 @pytest.mark.parametrize(("block", "precision", "world", "accumulate", "more"), SHARDED)
 def test_fsdp_is_planned_within_a_tenth_of_what_one_rank_allocates(block, precision, world, accumulate, more):
-    """A process group that talks to nobody: the buffers are real, what would be in them is not."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from polarlm.training.module import LanguageModel
-
     config = settings(block, *more)
     options = {"rows": 2, "precision": precision, "optim": config["optim"], "accumulate": accumulate}
     step = step_memory(builder(config), LAYERS, **options)
     model = builder(config)(LAYERS)
     planned = device_memory(step, shape_of(model, 4, world), "fsdp", world).peak
     assert planned < 0.75 * step.peak  # or there would be nothing to test
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    try:
-        module = LanguageModel(model, optim=config["optim"], schedule=None, batch_tokens=1, max_steps=1, compiled=False)  # type: ignore[arg-type]
-        names = ("data_parallel", "tensor_parallel")
-        module._device_mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=names)
-        module.configure_model()
+    with rank_zero(world, model, config["optim"]) as module:
         measured = allocated_peak(module.model, config["optim"], 2, precision, accumulate)
-    finally:
-        dist.destroy_process_group()
     assert planned == pytest.approx(measured, rel=0.1)
 
 
