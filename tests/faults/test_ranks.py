@@ -18,7 +18,7 @@ from tests.faults.killing import outcome
 from tests.faults.ranks import Ranks
 from tests.training.tiny_jobs import composed
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # a hang, not a busy machine
 OPTIONS = (
     "trainer.max_steps=6", "trainer.checkpoint_every=2", "trainer.val_every=3", "trainer.log_every=1",
     "diagnostics=default", "diagnostics.every=3", "diagnostics.tokens=32", "name=run", "block=polar",
@@ -92,7 +92,7 @@ def test_killed_fsdp_runs_end_with_the_same_bits(place):
         ranks = Ranks(settings(place, "killed", "fsdp", 2, dropout), 2, place / "killed", point, rank)
         codes = ranks.join()
         history.append(f"{point} of rank {rank}: {codes}")
-        assert set(codes) <= {-9, 0}, f"{history}\n{ranks.told()}"
+        assert ranks.lost_only(rank), f"{history}\n{ranks.told()}"
     folder = place / "killed" / "run"
     newest = max((folder / "checkpoints").glob("step_*.ckpt"))
     damage(numbers.choice([newest, *(folder / "checkpoints" / "shards" / newest.stem).iterdir()]))
