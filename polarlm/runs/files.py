@@ -58,7 +58,8 @@ def parse_config(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("it is not a configuration")
     for group in GROUPS:
-        if group in value and not (isinstance(value[group], dict) and all(isinstance(key, str) for key in value[group])):
+        given = value.get(group, {})
+        if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
             raise ValueError(f"{group} is not a group of settings")
     return value
 

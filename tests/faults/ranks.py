@@ -49,9 +49,7 @@ class Ranks:
         for rank in range(count):
             place = self._environment(rank, count) if count > 1 else {}
             arguments = (config, str(self.logs[rank]), kill_at if rank == kill_rank else None)
-            self.processes.append(
-                context.Process(target=_rank, args=(place, *arguments, notes if rank == 0 else None))
-            )
+            self.processes.append(context.Process(target=_rank, args=(place, *arguments, notes if rank == 0 else None)))
         for process in self.processes:
             process.start()
 
