@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from polarlm.errors import UserError
+
 RUN = "run folder, or a .ckpt or .safetensors file inside one"
 
 
@@ -99,6 +101,8 @@ def generate(options: argparse.Namespace) -> int:
     from polarlm.visible import visible_text
 
     sampling = Sampling(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Sampling)})
+    if options.tokens < 0:
+        raise UserError(f"--tokens {options.tokens} is not possible; give how many tokens to write")
     run = restore_run(options.folder, options.device)
     prompts = options.prompt or [""]
     for number, prompt in enumerate(prompts):

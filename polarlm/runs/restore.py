@@ -74,6 +74,10 @@ def save_weights(model_state: dict[str, torch.Tensor], path: Path, *, tied: bool
 
 def restore_run(where: str | Path, device: str = "auto") -> RestoredRun:
     """Rebuild a run from its folder; raises UserError when the pieces do not fit together."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"device={device} is unknown; choose auto, cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda, but torch sees no GPU here; use cpu or auto")
     folder, path = find_run(where)
     config = read_config(folder / "config.yaml")
     for group in REQUIRED:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from polarlm.data.atomic import explained
 from polarlm.errors import UserError
 from polarlm.runs.export.bundle import bundle, flat
 from polarlm.runs.export.card import model_card
@@ -23,11 +24,12 @@ ORIGIN = "polarlm_run"
 
 def export_run(run: RestoredRun, out: Path) -> bool:
     """Write the folder; returns whether loading it needs its own code (trust_remote_code=True)."""
-    if out.exists() and any(out.iterdir()) and not (out / ORIGIN).exists():
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / ORIGIN).exists())):
         raise UserError(f"{out} exists and was not written by export; choose another --out")
     if out.exists():
         shutil.rmtree(out)
-    out.mkdir(parents=True)
+    with explained(out):
+        out.mkdir(parents=True)
     eos = run.tokenizer.eos_id
     remote = not is_llama(run.model)
     if remote:
