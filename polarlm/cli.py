@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import polarlm
 from polarlm.errors import UserError, did_you_mean
+from polarlm.visible import visible_text
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -33,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         wrong = isinstance(error, UserError)
         why = str(error) if wrong else f"{type(error).__name__}: {error} (--debug shows the traceback)"
-        print(f"error: {why}", file=sys.stderr)
+        print(f"error: {visible_text(why)}", file=sys.stderr)
         return 2 if wrong else 1
 
 

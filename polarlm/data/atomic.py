@@ -19,7 +19,8 @@ from filelock import FileLock, Timeout
 from polarlm.errors import UserError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
+# Also a file where a folder should be, and places (/proc) where nobody can make one.
+_FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENOENT)
 
 
 def write_beside(target: Path, content: bytes) -> None:

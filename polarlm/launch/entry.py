@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from polarlm.errors import UserError, did_you_mean
 from polarlm.launch.processes import watch_parent
 from polarlm.launch.sweep import failed_jobs, print_plan, print_sweep_summary
+from polarlm.visible import visible_text
 
 Task = Callable[[DictConfig], float]
 
@@ -139,7 +140,7 @@ def _job(task: Task, typed: list[str]) -> Task:
             return task(cfg)
         except Exception as error:
             if HydraConfig.get().mode == RunMode.MULTIRUN:
-                print(f"error: {message(error)}", file=sys.stderr, flush=True)
+                print(f"error: {visible_text(message(error))}", file=sys.stderr, flush=True)
                 raise
             fail(error)
             raise
@@ -151,7 +152,7 @@ def fail(error: BaseException) -> None:
     """Print the message (after the traceback when asked for) and exit."""
     if _debug:
         traceback.print_exception(error)
-    print(f"error: {message(error)}", file=sys.stderr, flush=True)
+    print(f"error: {visible_text(message(error))}", file=sys.stderr, flush=True)
     sys.exit(exit_code(error))
 
 

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from polarlm.errors import UserError, did_you_mean
 from polarlm.evaluation.metrics import METRICS, formatted
+from polarlm.visible import visible_text
 
 # What PROTOCOLS of launch/protocols.py answers; here so that a wrong name is told before anything heavy is imported.
 PROTOCOL_NAMES = (
@@ -108,7 +109,7 @@ def judge(checkpoint: str, names: Sequence[str], options: dict[str, Any]) -> lis
             "protocol=windows"
         )
     question = Question(run, corpus, split, options)
-    print(f"{run.folder}  ({run.weights.name})")
+    print(visible_text(f"{run.folder}  ({run.weights.name})"))
     records = []
     for name in names:
         answer = PROTOCOLS[name](question)
@@ -124,7 +125,7 @@ def judge(checkpoint: str, names: Sequence[str], options: dict[str, Any]) -> lis
         }
         record = {"protocol": protocol, **answer.numbers}
         write_evaluation(run.folder, record, answer.arrays)
-        print("\n".join(lines_of(record)))
+        print(visible_text("\n".join(lines_of(record))))
         records.append({"run": str(run.folder), **record})
     return records
 

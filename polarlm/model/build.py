@@ -10,6 +10,7 @@ from typing import Any
 from polarlm.errors import UserError
 from polarlm.model import GPT, GPTConfig
 from polarlm.model.config import FRAME_NAMES
+from polarlm.settings import read_settings
 from polarlm.targets import target_of
 
 
@@ -17,10 +18,11 @@ def build_model(config: dict[str, Any], vocab_size: int) -> GPT:
     """The GPT that `model` and `block` describe, with freshly initialised weights; safe for a stranger's config."""
     mixer, options = target_of(config["block"], "block")
     model = config["model"] | frame_of(options.pop("frame", None), config["model"])
+    size = read_settings(GPTConfig, {**model, "vocab_size": vocab_size}, "model")
     try:
-        return GPT(GPTConfig(vocab_size=vocab_size, **model), functools.partial(mixer, **options))
-    except TypeError as error:  # a key that the block or the model does not have (added with `+`)
-        raise UserError(f"model or block has a key it does not know: {error}") from error
+        return GPT(size, functools.partial(mixer, **options))
+    except TypeError as error:  # a key that the block does not have (added with `+`)
+        raise UserError(f"block has a key it does not know: {error}") from error
 
 
 def frame_of(block_frame: str | None, model: dict[str, Any]) -> dict[str, str]:

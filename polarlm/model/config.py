@@ -14,17 +14,18 @@ FRAME_NAMES = ("pre", "post", "scaled", "geodesic", "ngpt")  # polarlm/model/fra
 class GPTConfig:
     """The size of a model, in plain values; what stands in its blocks is chosen separately."""
 
+    # The upper bounds are far above any model; they keep a slip of the keyboard from asking for terabytes.
     vocab_size: int = setting(at_least=1)
-    context: int = setting(at_least=1)
-    d_model: int = setting(at_least=1)
-    n_layer: int = setting(at_least=1)
-    n_head: int = setting(at_least=1)
+    context: int = setting(at_least=1, at_most=2**22)
+    d_model: int = setting(at_least=1, at_most=2**17)
+    n_layer: int = setting(at_least=1, at_most=2**12)
+    n_head: int = setting(at_least=1, at_most=2**12)
     n_kv_head: int | None = setting(None, at_least=1)  # fewer than n_head: grouped-query attention
-    head_dim: int | None = setting(None, at_least=1)  # d_model / n_head when not given
+    head_dim: int | None = setting(None, at_least=1, at_most=2**17)  # d_model / n_head when not given
     ffn: str = setting("swiglu", choices=("swiglu", "gelu", "relu2"))
     # Hidden size in units of d_model, as for GELU; SwiGLU takes 2/3 of it (equal parameters).
-    ffn_mult: float = setting(4.0, above=0)
-    ffn_width: int | None = setting(None, at_least=1)  # the hidden size itself, instead of ffn_mult
+    ffn_mult: float = setting(4.0, above=0, at_most=2**10)
+    ffn_width: int | None = setting(None, at_least=1, at_most=2**24)  # the hidden size itself, instead of ffn_mult
     tie_embeddings: bool = True
     dropout: float = setting(0.0, at_least=0, below=1)
     rope_base: float = setting(10000.0, above=1)

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from polarlm.errors import UserError
+
 RUN = "run folder, or a .ckpt or .safetensors file inside one"
 
 
@@ -99,6 +101,8 @@ def generate(options: argparse.Namespace) -> int:
     from polarlm.visible import visible_text
 
     sampling = Sampling(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Sampling)})
+    if options.tokens < 0:
+        raise UserError(f"--tokens {options.tokens} is not possible; give how many tokens to write")
     run = restore_run(options.folder, options.device)
     prompts = options.prompt or [""]
     for number, prompt in enumerate(prompts):
@@ -116,8 +120,9 @@ def inspect(options: argparse.Namespace) -> int:
     """Print what the run's model is."""
     from polarlm.runs.inspection import describe
     from polarlm.runs.restore import restore_run
+    from polarlm.visible import visible_text
 
-    print(describe(restore_run(options.folder, "cpu")))
+    print(visible_text(describe(restore_run(options.folder, "cpu"))))
     return 0
 
 
@@ -125,13 +130,15 @@ def export(options: argparse.Namespace) -> int:
     """Write the folder and say how to load it."""
     from polarlm.runs.export.folder import export_run
     from polarlm.runs.restore import restore_run
+    from polarlm.visible import visible_text
 
     run = restore_run(options.folder, "cpu")
     out = options.out or run.folder / "export-hf"
     remote = export_run(run, out)
-    print(f"{out}: {'a Llama of transformers' if not remote else 'with its own code (trust_remote_code=True)'}")
+    shown = visible_text(str(out))
+    print(f"{shown}: {'a Llama of transformers' if not remote else 'with its own code (trust_remote_code=True)'}")
     argument = ", trust_remote_code=True" if remote else ""
-    print(f'  AutoModelForCausalLM.from_pretrained("{out}"{argument})')
+    print(f'  AutoModelForCausalLM.from_pretrained("{shown}"{argument})')
     return 0
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from polarlm.data.atomic import explained, replacing
 from polarlm.runs.files import read_json, write_json
 
 FOLDER = "evaluations"
@@ -21,7 +23,8 @@ FOLDER = "evaluations"
 def evaluation_stem(protocol: dict[str, Any]) -> str:
     """The file name of a protocol: the same question asked again replaces the old answer."""
     digest = hashlib.sha256(json.dumps(protocol, sort_keys=True).encode()).hexdigest()[:8]
-    return f"{protocol['name']}-{protocol['data']}-{protocol['split']}-{digest}"
+    # A stored name of a corpus must not lead into another folder.
+    return re.sub(r"[^\w.+=-]", "_", f"{protocol['name']}-{protocol['data']}-{protocol['split']}") + f"-{digest}"
 
 
 def write_evaluation(folder: Path, record: dict[str, Any], arrays: dict[str, np.ndarray] | None = None) -> Path:
@@ -29,9 +32,9 @@ def write_evaluation(folder: Path, record: dict[str, Any], arrays: dict[str, np.
     stem = folder / FOLDER / evaluation_stem(record["protocol"])
     if arrays is not None:
         stem.parent.mkdir(parents=True, exist_ok=True)
-        beside = stem.with_name(f".{stem.name}.tmp.npz")
-        np.savez_compressed(beside, **arrays)  # type: ignore[arg-type]
-        beside.replace(stem.with_name(f"{stem.name}.npz"))
+        target, beside = stem.with_name(f"{stem.name}.npz"), stem.with_name(f".{stem.name}.tmp.npz")
+        with explained(target), replacing(target, beside):
+            np.savez_compressed(beside, **arrays)  # type: ignore[arg-type]
         record = {**record, "arrays": f"{stem.name}.npz"}
     path = stem.with_name(f"{stem.name}.json")
     write_json(path, record)
@@ -48,5 +51,5 @@ def read_arrays(folder: Path, record: dict[str, Any]) -> dict[str, np.ndarray]:
     """The arrays of a record, without unpickling anything; empty when it has none."""
     if "arrays" not in record:
         return {}
-    with np.load(folder / FOLDER / record["arrays"], allow_pickle=False) as arrays:
+    with np.load(folder / FOLDER / Path(record["arrays"]).name, allow_pickle=False) as arrays:
         return {name: arrays[name] for name in arrays.files}

@@ -12,6 +12,8 @@ from polarlm.data.atomic import write_beside
 from polarlm.errors import UserError
 
 LARGEST_CONFIG = 1 << 20  # bytes; ours have a few thousand
+GROUPS = ("choices", "model", "block", "data", "tokenizer", "trainer", "optim", "schedule", "sample", "diagnostics")
+PLACES = ("*", "checkpoints/*", "checkpoints/shards/*/*", "diagnostics/*", "tokenizer/*", "evaluations/*")
 # libyaml is ten times faster and comes with PyYAML's wheels.
 _SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -38,6 +40,14 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} is damaged ({reason}); restore it from a copy, or delete it") from error
 
 
+def require_plain_files(folder: Path) -> None:
+    """Refuse a run folder in which a pipe or a device has the name of a file: reading one could go on for ever."""
+    for pattern in PLACES:
+        for path in folder.glob(pattern):
+            if path.exists() and not path.is_file() and not path.is_dir():
+                raise UserError(f"{path} is a pipe or a device, which no run folder of ours holds; delete it")
+
+
 def parse_config(text: str) -> dict[str, Any]:
     """A stored configuration as plain values: no aliases (they can make a small file endless), nothing interpolated."""
     if len(text) > LARGEST_CONFIG:
@@ -47,6 +57,10 @@ def parse_config(text: str) -> dict[str, Any]:
     value = yaml.load(text, Loader=_SafeLoader)
     if not isinstance(value, dict):
         raise ValueError("it is not a configuration")
+    for group in GROUPS:
+        given = value.get(group, {})
+        if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
+            raise ValueError(f"{group} is not a group of settings")
     return value
 
 

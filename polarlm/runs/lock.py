@@ -42,7 +42,9 @@ class RunLock:
 def lock_folder(folder: Path) -> RunLock:
     """Become the folder's only writer, or say who is."""
     path = folder / NAME
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    if path.is_symlink():
+        raise UserError(f"{path} is a link to another file, which would be overwritten; delete it")
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
     file = os.fdopen(descriptor, "r+", encoding="utf-8")
     owner = _owner(file)
     if not _try_lock(file) or _lives_elsewhere(path, owner):

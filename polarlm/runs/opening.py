@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import shutil
 import sys
 import time
@@ -67,7 +68,8 @@ def _identity(folder: Path, config: dict[str, Any], parameters: int) -> dict[str
 def _build(folder: Path, config: dict[str, Any], corpus: Corpus, parameters: int) -> RunLock | None:
     """Write the folder beside its place, lock it and move it there; None when the place was taken meanwhile."""
     _clean_up(folder)
-    beside = folder.with_name(f".{folder.name}.{os.getpid()}.new")
+    # The number of a killed process can be ours now (in a container it usually is), so a number is not enough.
+    beside = folder.with_name(f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}.new")
     with explained(folder):
         beside.mkdir(parents=True)
     try:
@@ -103,7 +105,7 @@ class _PlainDumper(yaml.SafeDumper):
 def _clean_up(folder: Path) -> None:
     """Remove what killed processes began to build in this place."""
     for left in folder.parent.glob(f".{glob_escape(folder.name)}.*.new"):
-        pid = left.name.rsplit(".", 2)[1]
+        pid = left.name.rsplit(".", 2)[1].partition("-")[0]
         gone = pid.isdigit() and not _is_alive(int(pid))
         with contextlib.suppress(OSError):
             if gone or time.time() - left.stat().st_mtime > ABANDONED_AFTER_SECONDS:

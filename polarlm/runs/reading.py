@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from polarlm.errors import UserError
-from polarlm.runs.files import parse_config, printable
+from polarlm.runs.files import parse_config, printable, require_plain_files
 from polarlm.runs.identity import flatten
 from polarlm.runs.metrics import Metrics, read_metrics
 from polarlm.runs.probes import MAX_PROBES, Probe, read_probes
@@ -103,6 +103,7 @@ def find_run_folders(patterns: Iterable[str | os.PathLike[str]]) -> list[Path]:
 
 def read_run(folder: Path, max_probes: int = MAX_PROBES) -> Run:
     """Read one run folder; whatever is missing or damaged is left out and named in `problems`."""
+    require_plain_files(folder)
     problems: list[str] = []
     config = _read(folder / "config.yaml", parse_config, problems)
     summary = _read(folder / "summary.json", json.loads, problems)

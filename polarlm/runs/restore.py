@@ -14,10 +14,11 @@ from polarlm.errors import UserError
 from polarlm.model import GPT
 from polarlm.model.build import build_model
 from polarlm.runs.checkpoints import load_verified, newest_usable
-from polarlm.runs.files import read_config
+from polarlm.runs.files import read_config, require_plain_files
 from polarlm.runs.tensor_files import DamagedCheckpoint, read_tensors, write_tensors
 
 WEIGHTS = "model.safetensors"
+REQUIRED = ("choices", "model", "block", "data", "tokenizer", "trainer")  # groups of a configuration
 
 
 @dataclass
@@ -38,20 +39,21 @@ def find_run(where: str | Path) -> tuple[Path, Path]:
         raise UserError(
             f"{path} does not exist; give a run folder (runs/<name>) or a .ckpt or .safetensors file inside one"
         )
-    if path.is_file():
+    if not path.is_dir():
         folder = path.parent.parent
         if path.suffix not in (".ckpt", ".safetensors"):
             raise UserError(f"{path} is neither a .ckpt nor a .safetensors file")
     else:
         folder = path
         path = folder / "checkpoints" / WEIGHTS
-        if (folder / "config.yaml").exists() and not path.exists():
-            newest = newest_usable(folder / "checkpoints")
-            if newest is None:
-                raise UserError(f"{folder} holds no checkpoint yet; train it further, or name another run")
-            path = newest
     if not (folder / "config.yaml").exists():
         raise UserError(f"{folder} is not a run folder: it has no config.yaml")
+    require_plain_files(folder)
+    if not path.exists():
+        newest = newest_usable(folder / "checkpoints")
+        if newest is None:
+            raise UserError(f"{folder} holds no checkpoint yet; train it further, or name another run")
+        path = newest
     return folder, path
 
 
@@ -72,8 +74,15 @@ def save_weights(model_state: dict[str, torch.Tensor], path: Path, *, tied: bool
 
 def restore_run(where: str | Path, device: str = "auto") -> RestoredRun:
     """Rebuild a run from its folder; raises UserError when the pieces do not fit together."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"device={device} is unknown; choose auto, cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda, but torch sees no GPU here; use cpu or auto")
     folder, path = find_run(where)
     config = read_config(folder / "config.yaml")
+    for group in REQUIRED:
+        if group not in config:
+            raise UserError(f"{folder / 'config.yaml'} can't be used: it has no {group}")
     tokenizer = load_tokenizer(folder / "tokenizer")
     try:
         weights = load_weights(path)
@@ -85,6 +94,8 @@ def restore_run(where: str | Path, device: str = "auto") -> RestoredRun:
         path, weights = newest, load_weights(newest)
     if "embedding.weight" not in weights:
         raise UserError(f"{path} does not hold a polarlm model: it has no embedding.weight")
+    sentence = f"{path} does not fit the model of {folder / 'config.yaml'}"
+    require_size(config["model"], weights, sentence)
     vocabulary = weights["embedding.weight"].shape[0]
     if vocabulary != tokenizer.vocab_size:
         raise UserError(
@@ -97,10 +108,21 @@ def restore_run(where: str | Path, device: str = "auto") -> RestoredRun:
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        raise UserError(f"{path} does not fit the model of {folder / 'config.yaml'}: {error}") from error
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{sentence}: {reason}") from error
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return RestoredRun(folder, config, model.to(device).eval(), tokenizer, path)
+
+
+def require_size(model: dict[str, Any], weights: dict[str, torch.Tensor], sentence: str) -> None:
+    """Compare the weights with the written size before a model of it is built: a stranger may have written any size."""
+    shape = tuple(weights["embedding.weight"].shape)
+    layers = len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
+    found = {"d_model": shape[1] if len(shape) == 2 else None, "n_layer": layers}
+    for key, value in found.items():
+        if model.get(key) != value:
+            raise UserError(f"{sentence}: model.{key} is {model.get(key)!r}, the weights have {value}")
 
 
 def start_from(model: GPT, where: str | Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from polarlm.locations import CONFIGS
@@ -30,8 +31,13 @@ def default_settings(choices: dict[str, str]) -> tuple[dict[str, Any], dict[str,
             known = [
                 f"{group}={name}"
                 for group, name in choices.items()
-                if group in default["choices"] and (CONFIGS / group / f"{name}.yaml").exists()
+                if group in default["choices"] and is_choice(group, name)
             ]
             return default, plain(known)
     finally:
         world.hydra = running
+
+
+def is_choice(group: str, name: Any) -> bool:
+    """Whether a yaml of ours has this name; a stored name must not lead to another folder's."""
+    return re.fullmatch(r"[\w-]+", str(name)) is not None and (CONFIGS / group / f"{name}.yaml").exists()

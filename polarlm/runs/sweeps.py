@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from polarlm.runs.files import read_json, write_json
+from polarlm.runs.files import read_config, read_json, require_plain_files, write_json
 from polarlm.runs.identity import identity_of
 
 SWEPT_VARIABLE = "POLARLM_SWEPT"  # how a launcher tells a job in a process of its own which keys the sweep varies
@@ -62,10 +60,11 @@ def known_runs(runs_dir: Path | str) -> dict[str, tuple[Path, dict[str, Any]]]:
     known: dict[str, tuple[Path, dict[str, Any]]] = {}
     for file in sorted(Path(runs_dir).glob("*/config.yaml")):
         try:
-            config = yaml.safe_load(file.read_text(encoding="utf-8"))
+            require_plain_files(file.parent)
+            config = read_config(file)
             summary = read_json(file.parent / "summary.json") or {}
             identity = identity_of(config)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue  # a damaged or foreign folder is not a run to count on
         if identity not in known or summary.get("status") == "finished":
             known[identity] = file.parent, summary

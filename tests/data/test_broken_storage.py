@@ -90,6 +90,14 @@ def test_a_prepared_cache_that_cannot_be_written_is_usable(
     refused(lambda: corpus_of(documents[:50]), "cannot be written", os.strerror(code), "cache_dir=")
 
 
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_cache_that_cannot_be_a_folder_is_one_sentence(tmp_path: Path, place: str) -> None:
+    (tmp_path / "text.txt").write_text("some text " * 100)
+    (tmp_path / "file").touch()
+    data = {"path": str(tmp_path / "text.txt")}
+    refused(lambda: build_corpus(data, BYTE, tmp_path / place), "file", "cannot be written", "cache_dir=")
+
+
 def _forbid_writing(monkeypatch: pytest.MonkeyPatch, folder: Path, code: int) -> None:
     """Refuse what a read-only file system refuses (tests may run as root, whom permissions do not bind)."""
     import builtins

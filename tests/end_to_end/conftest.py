@@ -63,7 +63,7 @@ class Shell:
         process.log = log
         return process
 
-    def wait(self, process, timeout: float = 240) -> Done:
+    def wait(self, process, timeout: float = 550) -> Done:
         process.join(timeout)
         if process.is_alive():
             process.kill()

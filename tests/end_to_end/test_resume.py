@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 def kill_when(shell, process, reached, sig=signal.SIGKILL) -> None:
     """Send the signal as soon as `reached()` holds."""
-    deadline = time.time() + 200
+    deadline = time.time() + 500
     while not reached():
         assert process.is_alive(), process.log.read_text()
         assert time.time() < deadline, process.log.read_text()

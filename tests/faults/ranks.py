@@ -43,13 +43,13 @@ class Ranks:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.log = log
+        self.logs = [log.with_suffix(f".{rank}.txt") for rank in range(count)]
+        self.earlier = [log.stat().st_size if log.exists() else 0 for log in self.logs]  # of an earlier start
         self.processes = []
         for rank in range(count):
             place = self._environment(rank, count) if count > 1 else {}
-            where = log.with_suffix(f".{rank}.txt")
-            arguments = (config, str(where), kill_at if rank == kill_rank else None, notes if rank == 0 else None)
-            self.processes.append(context.Process(target=_rank, args=(place, *arguments)))
+            arguments = (config, str(self.logs[rank]), kill_at if rank == kill_rank else None)
+            self.processes.append(context.Process(target=_rank, args=(place, *arguments, notes if rank == 0 else None)))
         for process in self.processes:
             process.start()
 
@@ -59,10 +59,10 @@ class Ranks:
         agent = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True"}
         return {name: str(number) for name, number in numbers.items()} | agent
 
-    def join(self, seconds: float = 240, kill_after: tuple[int, float] | None = None) -> list[int | None]:
+    def join(self, kill_after: tuple[int, float] | None = None) -> list[int | None]:
         """Exit codes; `kill_after` (rank, seconds) kills that rank then. When one rank fails, the others are killed."""
         began = time.monotonic()
-        while time.monotonic() - began < seconds:
+        while True:
             codes = [process.exitcode for process in self.processes]
             if kill_after and time.monotonic() - began > kill_after[1] and codes[kill_after[0]] is None:
                 self.processes[kill_after[0]].kill()
@@ -80,7 +80,20 @@ class Ranks:
                 process.kill()
             process.join()
 
+    def lost_only(self, rank: int) -> bool:
+        """Whether the run ended, or nothing was wrong but that `rank` was killed.
+
+        Another rank may notice the broken connection, and fail, before it is killed too.
+        """
+        codes = [process.exitcode for process in self.processes]
+        noticed = [code == 1 and "Connection" in self._text(other) for other, code in enumerate(codes)]
+        return codes[rank] in (-9, 0) and all(code in (-9, 0) or noticed[other] for other, code in enumerate(codes))
+
     def told(self) -> str:
         """The end of what the ranks printed."""
-        files = [self.log.with_suffix(f".{rank}.txt") for rank in range(len(self.processes))]
-        return "\n".join(file.read_text()[-3000:] for file in files if file.exists())
+        return "\n".join(self._text(rank)[-3000:] for rank in range(len(self.logs)))
+
+    def _text(self, rank: int) -> str:
+        if not self.logs[rank].exists():
+            return ""
+        return self.logs[rank].read_bytes()[self.earlier[rank] :].decode(errors="replace")

@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from polarlm.runs.checkpoints import load_verified
+from polarlm.runs.checkpoints import load_head, load_verified
 from polarlm.runs.restore import restore_run
+from polarlm.runs.shards import Shards
 from polarlm.runs.tensor_files import DamagedCheckpoint
 from tests.faults.killing import outcome
 from tests.faults.ranks import Ranks
 from tests.training.tiny_jobs import composed
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # a hang, not a busy machine
 OPTIONS = (
     "trainer.max_steps=6", "trainer.checkpoint_every=2", "trainer.val_every=3", "trainer.log_every=1",
     "diagnostics=default", "diagnostics.every=3", "diagnostics.tokens=32", "name=run", "block=polar",
@@ -88,16 +89,22 @@ def test_killed_fsdp_runs_end_with_the_same_bits(place):
     history = [f"seed {seed}"]
     of_checkpoints = [p for p in dict.fromkeys(json.loads(notes.read_text())) if "ckpt" in p or "step_" in p]
     between = [(0, "after replace weights_#.safetensors"), (1, "before replace optimiser_#.safetensors")]
-    for rank, point in [numbers.choice(between), (0, FIRST_CHECKPOINT), (0, numbers.choice(of_checkpoints))]:
+    folder = place / "killed" / "run"
+    # Twice after a checkpoint: one of the two is damaged below, and the other is what the run then goes on from.
+    saved, somewhere = (0, FIRST_CHECKPOINT), (0, numbers.choice(of_checkpoints))
+    for rank, point in (numbers.choice(between), saved, somewhere, saved):
+        if is_finished(folder):  # it did not pass the point before
+            break
         ranks = Ranks(settings(place, "killed", "fsdp", 2, dropout), 2, place / "killed", point, rank)
         codes = ranks.join()
         history.append(f"{point} of rank {rank}: {codes}")
-        assert set(codes) <= {-9, 0}, f"{history}\n{ranks.told()}"
-    folder = place / "killed" / "run"
-    newest = max((folder / "checkpoints").glob("step_*.ckpt"))
-    damage(numbers.choice([newest, *(folder / "checkpoints" / "shards" / newest.stem).iterdir()]))
-    with pytest.raises(DamagedCheckpoint):
-        load_verified(newest)
+        assert ranks.lost_only(rank), f"{history}\n{ranks.told()}"
+    if not is_finished(folder):
+        newest = max((folder / "checkpoints").glob("step_*.ckpt"))
+        shards = Shards(newest, load_head(newest)).folder  # its name has a number when the step was saved twice
+        damage(numbers.choice([newest, *shards.iterdir()]))
+        with pytest.raises(DamagedCheckpoint):
+            load_verified(newest)
     for _ in range(3):
         if is_finished(folder):
             break
@@ -113,7 +120,8 @@ def test_killed_fsdp_runs_end_with_the_same_bits(place):
 
 
 def is_finished(folder: Path) -> bool:
-    return json.loads((folder / "summary.json").read_text())["status"] == "finished"
+    summary = folder / "summary.json"
+    return summary.exists() and json.loads(summary.read_text())["status"] == "finished"
 
 
 def damage(path: Path) -> None:

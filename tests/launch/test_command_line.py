@@ -31,6 +31,23 @@ sweep status nothing          | nothing
 doctor --oflline              | --offline
 inspect nothing-here          | nothing-here
 export nothing-here           | nothing-here
+generate x --tokens x         | --tokens | 'x'
+generate x --tokens -1        | --tokens
+generate x --seed 9999999999999999999999 | seed
+generate x --temperature nan  | temperature
+generate x --top-k 0          | top_k
+generate x --device toaster   | device | cpu
+generate x --bogus            | --bogus
+inspect                       | --plan
+inspect --plan gpu=h100       | gpus
+inspect --plan gpus=0 gpu=h100 | gpus=0
+inspect --plan gpus=8 gpu=h1oo | h100
+inspect --plan gpus=8 gpu=h100 mfu=2 | mfu=2
+trial polar                   | --data
+tune                          | --low
+study nothing                 | nothing | claims
+import nothing-here --out x   | nothing-here
+harness nothing-here          | nothing-here
                               | verb
 """
 

@@ -60,6 +60,21 @@ def test_what_a_killed_process_began_to_build_is_removed(config, tmp_path):
     assert os.listdir(tmp_path / "runs") == ["mine"]
 
 
+def test_what_a_killed_process_with_our_own_number_left_is_no_obstacle(config, tmp_path):
+    """In a container the first process has the same number every time."""
+    (tmp_path / "runs" / f".mine.{os.getpid()}.new").mkdir(parents=True)
+    (tmp_path / "runs" / f".mine.{os.getpid()}-0.new").mkdir()
+    open_run(config, corpus(), 10)[1].release()
+    assert (tmp_path / "runs" / "mine" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_place_that_cannot_be_a_folder_is_one_sentence(config, tmp_path, place):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file.*cannot be written.*runs_dir="):
+        open_run({**config, "runs_dir": str(tmp_path / place)}, corpus(), 10)
+
+
 def test_one_writer_per_folder_and_the_other_is_told_who_it_is(config):
     _, lock, _ = open_run(config, corpus(), 10)
     with pytest.raises(UserError, match=rf"process {os.getpid()} on"):
@@ -73,7 +88,7 @@ def test_one_writer_per_folder_and_the_other_is_told_who_it_is(config):
 def _hold(folder, ready):
     kept = lock_folder(folder)  # an object that goes away gives the lock back
     ready.set()
-    time.sleep(60)
+    time.sleep(600)
     kept.release()
 
 
@@ -84,7 +99,7 @@ def test_the_lock_of_a_killed_process_is_free(config):
     ready = context.Event()
     other = context.Process(target=_hold, args=(folder, ready))
     other.start()
-    assert ready.wait(30)
+    assert ready.wait(500)
     with pytest.raises(UserError, match=rf"process {other.pid} on"):
         open_run(config, corpus(), 10)
     other.kill()
@@ -103,11 +118,11 @@ def test_another_machine_counts_as_alive_until_it_is_silent_for_long(config):
     open_run(config, corpus(), 10)[1].release()
 
 
-def _race(config, results):
+def _race(config, results, all_tried):
     try:
         folder, _, again = open_run(config, corpus(), 10)
         results.put((folder.name, again))
-        time.sleep(3)
+        all_tried.wait()
     except UserError:
         results.put(("refused", False))
     results.close()
@@ -117,11 +132,12 @@ def _race(config, results):
 
 def test_of_many_that_start_at_once_one_wins(config, tmp_path):
     context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    racers = [context.Process(target=_race, args=(config, results)) for _ in range(6)]
+    results, all_tried = context.Queue(), context.Event()
+    racers = [context.Process(target=_race, args=(config, results, all_tried)) for _ in range(6)]
     for racer in racers:
         racer.start()
-    outcomes = sorted(results.get(timeout=60) for _ in racers)
+    outcomes = sorted(results.get(timeout=500) for _ in racers)
+    all_tried.set()
     for racer in racers:
         racer.join()
     assert outcomes.count(("mine", False)) == 1 and outcomes.count(("refused", False)) == 5

@@ -1,14 +1,23 @@
 """A run folder from a stranger: refused in one sentence, nothing executed, nothing resolved, nothing endless."""
 
 import json
+import os
+import sys
 
 import pytest
 import yaml
 
+from polarlm.cli import main
 from polarlm.errors import UserError
 from polarlm.model.build import build_model
+from polarlm.runs.evaluations import read_arrays, write_evaluation
 from polarlm.runs.files import printable, read_config, read_json
+from polarlm.runs.lock import lock_folder
 from polarlm.runs.reading import read_run
+from polarlm.runs.restore import restore_run
+from polarlm.runs.settings_of import is_choice
+from polarlm.runs.sweeps import known_runs
+from tests.runs.made_up_run import made_up_run
 
 MODEL = dict(context=16, d_model=16, n_layer=1, n_head=2)
 STANDARD = {"_target_": "polarlm.attention.StandardAttention", "_partial_": True}
@@ -53,6 +62,8 @@ def test_an_alias_bomb_is_refused(tmp_path):
         read_config(path)
     run = read_run(tmp_path)
     assert run.config == {} and "aliases" in run.problems[0]
+    path.write_text("trainer: {}\n" + path.read_text())
+    assert known_runs(tmp_path.parent) == {}  # a sweep that looks for finished runs
 
 
 @pytest.mark.parametrize("text", ["", "- 1", "a: [", "x" * (2 << 20), "!!python/object/apply:os.system ['true']"])
@@ -75,3 +86,78 @@ def test_names_can_not_steer_a_terminal(tmp_path):
     run = read_run(tmp_path)
     assert run.name.isprintable() and run.block.isprintable()
     assert printable("polar κ 1") == "polar κ 1"
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory):
+    """A run folder to be changed; `change(config)` writes it with another configuration."""
+    folder = tmp_path_factory.mktemp("stranger") / "run"
+    own = made_up_run(folder).config
+
+    def change(**groups):
+        given = {**own, **groups}
+        text = yaml.safe_dump({key: value for key, value in given.items() if value is not None})
+        (folder / "config.yaml").write_text(text)
+        return folder
+
+    change.own, change.folder = own, folder
+    return change
+
+
+@pytest.mark.parametrize(
+    ("group", "changes"),
+    [
+        ("model", {"d_model": 10**5}), ("model", {"n_layer": 4000}), ("model", {"n_layer": 10**9}),
+        ("model", {"context": 10**12}), ("model", {"n_head": "2"}), ("model", {"d_model": [32]}),
+        ("model", [1]), ("model", None), ("block", None), ("data", None), ("choices", [1]), ("trainer", "x"),
+    ],
+)  # fmt: skip
+def test_a_size_that_was_made_up_costs_no_memory_and_a_missing_part_is_named(stranger, group, changes):
+    value = {**stranger.own[group], **changes} if isinstance(changes, dict) else changes
+    with pytest.raises(UserError, match=group):
+        restore_run(stranger(**{group: value}))
+
+
+def test_a_terminal_is_not_steered_by_what_is_inspected_or_refused(stranger, capsys):
+    folder = stranger(seed="\x1b[2J", tokenizer={"kind": "\x1b[2J"})
+    assert main(["inspect", str(folder)]) == 0
+    assert main(["inspect", str(stranger(block={**stranger.own["block"], "\x1b[2J": 1}))]) == 2
+    told = capsys.readouterr()
+    assert "\x1b" not in told.out + told.err and "\\x1b[2J" in told.out and "\\x1b[2J" in told.err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pipes in the file system")
+@pytest.mark.timeout(60)  # a pipe that nobody writes to is read for ever
+@pytest.mark.parametrize(
+    "name", ["summary.json", "metrics.jsonl", "config.yaml", "corpus.json", "tokenizer/x", "checkpoints/last.ckpt"]
+)
+def test_a_pipe_or_device_in_a_run_folder_is_not_read(tmp_path, name):
+    for place in ("diagnostics", "tokenizer", "checkpoints"):
+        (tmp_path / "run" / place).mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text("trainer: {}")
+    path = tmp_path / "run" / name
+    for make in (lambda: os.mkfifo(path), lambda: path.symlink_to("/dev/zero")):
+        path.unlink(missing_ok=True)
+        make()
+        for read in (read_run, restore_run):
+            with pytest.raises(UserError, match="pipe or a device"):
+                read(tmp_path / "run")
+        assert known_runs(tmp_path) == {}
+
+
+def test_the_name_of_a_corpus_or_choice_does_not_lead_elsewhere(tmp_path):
+    protocol = {"name": "windows", "data": "x/../../../out", "split": "val"}
+    path = write_evaluation(tmp_path / "run", {"protocol": protocol})
+    assert path.parent == tmp_path / "run" / "evaluations" and list(tmp_path.iterdir()) == [tmp_path / "run"]
+    with pytest.raises(FileNotFoundError, match="evaluations"):
+        read_arrays(tmp_path / "run", {"arrays": "../../other.npz"})
+    assert is_choice("block", "polar") and not is_choice("block", "../block/polar")
+
+
+def test_a_lock_that_is_a_link_does_not_empty_the_file_behind_it(tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(UserError, match="link to another file"):
+        lock_folder(tmp_path / "run")
+    assert (tmp_path / "precious").read_text() == "mine"

@@ -15,7 +15,11 @@ def model_card(run: RestoredRun, *, remote: bool) -> str:
     rows = []
     for split in ("val", "test"):
         numbers = [(m, summary.get(f"{split}/{m.name}")) for m in METRICS]
-        rows += [f"| {split} | {m.title} ({m.unit}) | {formatted(m.name, v)} |" for m, v in numbers if v is not None]
+        rows += [
+            f"| {split} | {m.title} ({m.unit}) | {formatted(m.name, v)} |"
+            for m, v in numbers
+            if isinstance(v, int | float)
+        ]
     budget = [
         f"{run.model.parameter_count():,} parameters",
         f"{summary['tokens']:,} training tokens" if summary.get("tokens") else None,

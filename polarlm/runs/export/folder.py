@@ -7,14 +7,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import yaml
 from torch import Tensor
 
+from polarlm.data.atomic import explained
 from polarlm.errors import UserError
 from polarlm.runs.export.bundle import bundle, flat
 from polarlm.runs.export.card import model_card
 from polarlm.runs.export.llama import from_llama, is_llama, llama_config, to_llama
-from polarlm.runs.files import write_json, write_text
+from polarlm.runs.files import read_config, read_json, write_json, write_text
 from polarlm.runs.restore import RestoredRun, load_weights, save_weights
 
 MODELING = "modeling_polarlm"
@@ -24,11 +24,12 @@ ORIGIN = "polarlm_run"
 
 def export_run(run: RestoredRun, out: Path) -> bool:
     """Write the folder; returns whether loading it needs its own code (trust_remote_code=True)."""
-    if out.exists() and any(out.iterdir()) and not (out / ORIGIN).exists():
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / ORIGIN).exists())):
         raise UserError(f"{out} exists and was not written by export; choose another --out")
     if out.exists():
         shutil.rmtree(out)
-    out.mkdir(parents=True)
+    with explained(out):
+        out.mkdir(parents=True)
     eos = run.tokenizer.eos_id
     remote = not is_llama(run.model)
     if remote:
@@ -58,8 +59,11 @@ def import_run(folder: Path, out: Path) -> None:
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} exists; choose another --out")
     weights = load_weights(folder / "model.safetensors")
-    config = yaml.safe_load((folder / ORIGIN / "config.yaml").read_text(encoding="utf-8"))
-    if json.loads((folder / "config.json").read_text())["model_type"] == "llama":
+    config = read_config(folder / ORIGIN / "config.yaml")
+    about = read_json(folder / "config.json")
+    if not isinstance(about, dict) or "model" not in config:
+        raise UserError(f"{folder} was not written by `polarlm export`: its config.json or its {ORIGIN} is not ours")
+    if about.get("model_type") == "llama":
         ours = from_llama(weights, config["model"]["n_layer"])
     else:
         ours = {name.removeprefix("model."): weight for name, weight in weights.items()}

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_only
 
+from polarlm.data.atomic import write_beside
 from polarlm.training.loggers.sink import Sink
 
 
@@ -41,17 +43,17 @@ class JsonLines(Sink):
         """Drop the rows after `step` (written after the checkpoint we continue from) and a torn last line."""
         if not self.path.exists():
             return
-        kept = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
+        kept, damaged = [], 0
+        lines = self.path.read_bytes().splitlines()
+        for number, line in enumerate(lines, 1):
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if row["step"] <= step:
-                kept.append(line)
-        beside = self.path.with_name(".metrics.jsonl.tmp")
-        beside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        os.replace(beside, self.path)
+                if json.loads(line)["step"] <= step:
+                    kept.append(line)
+            except (ValueError, KeyError, TypeError, RecursionError):
+                damaged += number < len(lines)  # the last one was being written
+        if damaged:
+            print(f"warning: {self.path}: {damaged} damaged lines are left out", file=sys.stderr, flush=True)
+        write_beside(self.path, b"".join(line + b"\n" for line in kept))
 
     def rows(self) -> list[dict[str, Any]]:
         """All rows written so far."""

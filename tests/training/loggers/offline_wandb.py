@@ -26,7 +26,7 @@ class OfflineRun:
         return {item.key: json.loads(item.value_json) for item in self.run.config.update}
 
 
-def read_offline_run(folder: Path, patience: float = 20) -> OfflineRun:
+def read_offline_run(folder: Path, patience: float = 300) -> OfflineRun:
     """The finished run in an offline-run-* folder; wandb's own process writes the last records a moment later."""
     (path,) = folder.glob("run-*.wandb")
     deadline = time.monotonic() + patience

@@ -14,3 +14,13 @@ def test_infinite_losses_are_written_as_null_so_that_every_line_is_json(tmp_path
     lines.log_metrics({"step": 1, "train/loss": float("nan")})
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
     assert lines.rows() == [{"step": 1, "train/loss": None}]
+
+
+def test_damaged_rows_are_left_out_and_told(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n\xff\xfe\n[3]\n{"x": 1}\n{"step": "a"}\n{"step": 2}\n{"st')
+    lines = JsonLines(path)
+    lines.rewind(20)
+    assert [row["step"] for row in lines.rows()] == [1, 2]
+    assert "4 damaged lines are left out" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
