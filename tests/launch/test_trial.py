@@ -2,7 +2,11 @@
 
 import argparse
 import json
+import signal
 import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -35,19 +39,18 @@ class FakeTrainer:
 
     def __init__(self, monkeypatch, gap=0.0, seconds=10.0, fail=()):
         self.gap, self.seconds, self.fail, self.commands, self.now = gap, seconds, fail, [], 0.0
-        monkeypatch.setattr(trial.subprocess, "run", self)
+        monkeypatch.setattr(trial, "run_job", self)
         monkeypatch.setattr(trial.time, "monotonic", lambda: self.now)
 
-    def __call__(self, command, **_):
-        from pathlib import Path
-
-        options = dict(word.split("=", 1) for word in command[4:])
+    def __call__(self, settings, log):
+        options = dict(word.split("=", 1) for word in settings)
         self.commands.append(options)
         self.now += self.seconds
-        if options["name"] in self.fail:
-            return subprocess.CompletedProcess(command, 1)
         block, seed, steps = options["block"], int(options["seed"]), int(options["trainer.max_steps"])
         folder = Path(options["runs_dir"]) / options["name"]
+        if options["name"] in self.fail:
+            write_run(folder, "standard", seed, steps, diagnostics=False, status="failed")
+            return 1
         changes = {"optim.lr": float(options["optim.lr"])}
         write_run(folder, "standard", seed, steps, diagnostics=False, changes=changes | {"choices": {"block": block}})
         summary = json.loads((folder / "summary.json").read_text())
@@ -57,7 +60,7 @@ class FakeTrainer:
         for key in ("val/bits_per_byte", "test/bits_per_byte"):
             summary[key] = 2.0 + wrong_rate + noise - gain
         (folder / "summary.json").write_text(json.dumps(summary | {"block": block}))
-        return subprocess.CompletedProcess(command, 0)
+        return 0
 
 
 def test_the_search_halves_alike_for_every_block_and_takes_its_own_best_rate(tmp_path, monkeypatch):
@@ -89,11 +92,11 @@ def test_a_clear_difference_ends_the_trial_early_and_a_tie_at_the_last_seed(tmp_
 
 
 def test_the_plan_is_written_before_anything_runs_and_cannot_be_changed(tmp_path, monkeypatch):
-    def nothing_yet(command, **_):
+    def nothing_yet(settings, log):
         assert yaml.safe_load((tmp_path / "t" / "trial.yaml").read_text())["most_seeds"] == 8
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trial.subprocess, "run", nothing_yet)
+    monkeypatch.setattr(trial, "run_job", nothing_yet)
     with pytest.raises(KeyboardInterrupt):
         trial.Trial(plan(), tmp_path / "t").run()
     with pytest.raises(UserError, match=r"holds another plan \(most_seeds: 8 → 20\)"):
@@ -103,19 +106,61 @@ def test_the_plan_is_written_before_anything_runs_and_cannot_be_changed(tmp_path
 def test_a_killed_trial_goes_on_and_trains_nothing_twice(tmp_path, monkeypatch):
     trainer = FakeTrainer(monkeypatch, gap=0.05)
 
-    def kill_in_the_middle(command, **options):
-        if len(trainer.commands) == 17:
-            return subprocess.CompletedProcess(command, 143)
-        return trainer(command, **options)
+    def kill_in_the_middle(settings, log):
+        return -signal.SIGKILL if len(trainer.commands) == 17 else trainer(settings, log)
 
-    monkeypatch.setattr(trial.subprocess, "run", kill_in_the_middle)
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(trial, "run_job", kill_in_the_middle)
+    with pytest.raises(UserError, match="the same command continues the trial"):
         trial.Trial(plan(), tmp_path / "t").run()
-    monkeypatch.setattr(trial.subprocess, "run", trainer)
+    monkeypatch.setattr(trial, "run_job", trainer)
     trial.Trial(plan(), tmp_path / "t").run()
     names = [(c["runs_dir"], c["name"]) for c in trainer.commands]
     assert len(names) == len(set(names))
     assert json.loads((tmp_path / "t" / "result.json").read_text())["ended"] == "every block is decided"
+
+
+def test_a_wrong_setting_ends_the_trial_with_its_reason(tmp_path, monkeypatch):
+    def refused(settings, log):
+        log.write_text("error: There is no data 'nowhere'\n")
+        return 2
+
+    monkeypatch.setattr(trial, "run_job", refused)
+    with pytest.raises(UserError, match=r"standard-lr0.0003-100 did not start: There is no data 'nowhere'"):
+        trial.Trial(plan(), tmp_path / "t").run()
+    assert not (tmp_path / "t" / "progress.jsonl").exists()  # nothing was learned about the block
+
+
+def test_two_processes_do_not_carry_out_one_plan(tmp_path, monkeypatch):
+    def start_another(settings, log):
+        with pytest.raises(UserError, match="being written by"):
+            trial.Trial(plan(), tmp_path / "t").run()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trial, "run_job", start_another)
+    with pytest.raises(KeyboardInterrupt):
+        trial.Trial(plan(), tmp_path / "t").run()
+
+
+def test_the_job_of_a_killed_trial_ends_too(tmp_path):
+    """The job outlives SIGKILL of its parent by no more than saving takes."""
+    code = (
+        "import sys; from pathlib import Path; from polarlm.launch import processes, trial\n"
+        "processes.verb_command = lambda verb: ['-c', 'import sys; sys.path.insert(0, sys.argv[1]); '"
+        " 'from polarlm.launch.processes import watch_parent; watch_parent(); import os, time; '"
+        " 'print(os.getpid(), flush=True); time.sleep(60)']\n"
+        f"trial.run_job([{str(Path.cwd())!r}], Path({str(tmp_path / 'log')!r}))"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "log").exists() or not (tmp_path / "log").read_text().strip():
+        assert parent.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    job = int((tmp_path / "log").read_text())
+    parent.kill()
+    parent.wait()
+    while Path(f"/proc/{job}/stat").exists() and Path(f"/proc/{job}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_the_budget_ends_a_trial_and_the_result_says_that_the_plan_was_not_kept(tmp_path, monkeypatch):
