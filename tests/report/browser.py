@@ -9,7 +9,7 @@ CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
 ARTIFACTS = Path(__file__).resolve().parents[2] / "artifacts"
-FIGURES = ("forest", "bits", "perplexity", "training", "gradient", "rate", "record-0", "record-1")
+FIGURES = ("forest", "bits", "perplexity", "training", "gradient", "rate", "record-0", "record-1", "record-2")
 FIGURES += ("depth", "growth", "heat", "lag", "trajectory", "throughput", "value")
 WIDTHS = (1400, 800, 390)  # a screen, half of one, a phone
 # Drawn elements of a plot: lines, bars and points, heat-map images.
