@@ -53,5 +53,10 @@ def _without_empty_edges(image: Any, figure: str) -> Any:
         raise UserError(f"--figure {figure}: this page has no such figure, or nothing to draw in it")
     left, top, right, bottom = box
     return image.crop(
-        (max(0, left - BORDER), max(0, top - BORDER), min(image.width, right + BORDER), min(image.height, bottom + BORDER))
+        (
+            max(0, left - BORDER),
+            max(0, top - BORDER),
+            min(image.width, right + BORDER),
+            min(image.height, bottom + BORDER),
+        )
     )

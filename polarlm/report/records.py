@@ -85,7 +85,10 @@ CURVES: dict[str, Callable[[dict[str, Any]], Iterator[Curve]]] = {
 # Numbers of the protocols that answer with something else than the metrics: (where they stand, how they are called).
 SPEARMAN = "Spearman's correlation, mean over layers"
 NUMBERS: dict[str, tuple[tuple[str, str], ...]] = {
-    "blimp": (("blimp.accuracy", "BLiMP accuracy"), ("blimp.accuracy_of_paradigms", "BLiMP accuracy, mean of paradigms")),
+    "blimp": (
+        ("blimp.accuracy", "BLiMP accuracy"),
+        ("blimp.accuracy_of_paradigms", "BLiMP accuracy, mean of paradigms"),
+    ),
     "lambada": (
         ("lambada.accuracy", "LAMBADA accuracy"),
         ("lambada.target_log_likelihood", "LAMBADA log-likelihood of the last word"),
