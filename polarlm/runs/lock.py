@@ -19,8 +19,8 @@ from polarlm.errors import UserError
 NAME = "run.lock"
 # Locks of some network file systems hold on one machine only: a sign of life of another machine counts so long.
 SIGN_OF_LIFE_SECONDS = 15 * 60
-# Seconds to wait for a writer that is about to end. Set for the jobs of a sweep: when a killed sweep is started again at
-# once, its old job may still be saving its state.
+# Seconds to wait for a writer that is about to end. Set for the jobs of a sweep: when a killed sweep is started again
+# at once, its old job may still be saving its state.
 PATIENCE_VARIABLE = "POLARLM_LOCK_PATIENCE"
 
 

@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -18,7 +19,7 @@ optuna = pytest.importorskip("optuna", reason='needs pip install "polarlm[search
 class FakeJob:
     """Stands in for `train`: three validations, one at a time; the loss grows with the distance to a rate of 0.01."""
 
-    kept: list["FakeJob"] = []
+    kept: ClassVar[list["FakeJob"]] = []
     code = 0
 
     def __init__(self, overrides, environment, log):
@@ -94,9 +95,10 @@ def test_a_killed_search_trains_its_last_rate_again(search, monkeypatch):
     def killed(job):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(FakeJob, "poll", killed)
-        search(*RANGE, "--trials", "1")
+        with pytest.raises(KeyboardInterrupt):
+            search(*RANGE, "--trials", "1")
     search(*RANGE, "--trials", "1")
     first, again = FakeJob.kept
     assert first.rate == again.rate and again.folder == first.folder  # the run's own folder: it is continued
