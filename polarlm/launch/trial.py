@@ -203,9 +203,7 @@ class Trial:
         code = run_job([*settings, f"name={name}", f"runs_dir={self.folder / phase}"], self.folder / "jobs.log")
         if code < 0 or code in (130, 143):  # killed, not failed
             raise UserError(f"{key} was stopped from outside (code {code}); the same command continues the trial")
-        if (
-            code and not (self.folder / phase / name / "config.yaml").exists()
-        ):  # not this block's fault: a wrong setting
+        if code and not (self.folder / phase / name / "config.yaml").exists():  # a wrong setting, not a bad block
             why = last_error(self.folder / "jobs.log") or f"see {self.folder / 'jobs.log'}"
             raise UserError(f"{key} did not start: {why}")
         training = self.training_seconds(phase, name)

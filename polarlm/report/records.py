@@ -164,7 +164,7 @@ def numbers_table(groups: Sequence[Group]) -> Table | None:
 
 
 def answers_table(groups: Sequence[Group]) -> Table | None:
-    """Downstream accuracies, calibration, the negative control, confidence: one row per quantity and group."""
+    """Downstream accuracies, calibration, the negative control, confidence: a row per quantity, a column per group."""
     by_group: dict[tuple[str, str, int], list[float | None]] = {}
     for index, group in enumerate(groups):
         for run in group.runs:
@@ -175,12 +175,15 @@ def answers_table(groups: Sequence[Group]) -> Table | None:
             for (title, said), value in newest.items():
                 by_group.setdefault((title, said, index), []).append(value)
     known = {key: values for key, values in by_group.items() if any(value is not None for value in values)}
+    if not known:
+        return None
     order = [title for numbers in NUMBERS.values() for _, title in numbers]
+    shown = sorted({index for *_, index in known})
     rows = []
-    for title, said, index in sorted(known, key=lambda key: (order.index(key[0]), *key[1:])):
-        values = known[title, said, index]
-        rows.append([title, said, groups[index].label, str(len(values)), show_estimate(estimate_mean(values))])
-    return Table(["quantity", "protocol", "group", "seeds", "value"], rows) if rows else None
+    for title, said in sorted({key[:2] for key in known}, key=lambda key: (order.index(key[0]), key[1])):
+        cells = [known.get((title, said, index)) for index in shown]
+        rows.append([title, said, *("—" if cell is None else show_estimate(estimate_mean(cell)) for cell in cells)])
+    return Table(["quantity", "protocol", *(groups[index].label for index in shown)], rows)
 
 
 def _number_at(record: dict[str, Any], place: str) -> float | None:

@@ -30,6 +30,9 @@ CLIPPED = """() => {
         const at = e.getBoundingClientRect(), outside = at.right > innerWidth + 1 || at.left < -1;
         if (at.width && outside && !scrolls(e)) problems.push(e.tagName + ": " + e.textContent.slice(0, 60));
     }
+    for (const table of document.querySelectorAll("#verdict .scroll")) {
+        if (table.scrollWidth > table.clientWidth + 1) problems.push("the final table has to be scrolled");
+    }
     return problems;
 }"""
 
