@@ -140,9 +140,13 @@ def _write_evaluations(folder, facts, rng):
     bits = [facts["final"] * (1 + 0.02 * k * facts["growth"] / 3) + 0.003 * rng.normal() for k in range(4)]
     reliability = {"probability": [0.1, 0.5, 0.9], "frequency": [0.12, 0.47, 0.86], "predictions": [10, 10, 10]}
     metrics = [{"loss": 2.1 * b, "perplexity": math.exp(2.1 * b), "bits_per_byte": b} for b in bits]
+    positions = [{"to": [8, 64, 128 * n], "loss": [4.5, 4.2, 4.1 + 0.1 * n]} for n in (1, 2, 4, 8)]
+    lengths = {"factor": [1, 2, 4, 8], "context": [128, 256, 512, 1024], "metrics": metrics, "by_position": positions}
     answers = {
+        "blimp": {"blimp": {"accuracy": 0.55 + 0.01 * rng.normal(), "accuracy_of_paradigms": 0.54}},
+        "confidence": {"confidence": {"magnitude_loss": {"spearman": [-0.2, None, -0.4]}}},
         "sliding": {"metrics": metrics[0]},
-        "length": {"by_length": {"factor": [1, 2, 4, 8], "context": [128, 256, 512, 1024], "metrics": metrics}},
+        "length": {"by_length": lengths},
         "calibration": {"calibration": {"ece": 0.03, "reliability": reliability}},
     }
     for name, answer in answers.items():

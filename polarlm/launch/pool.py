@@ -118,9 +118,14 @@ def how_it_ended(job: PoolJob, code: int) -> JobReturn:
         summary = read_json(Path(job.result.read_text(encoding="utf-8")) / "summary.json")
         done.return_value, done.status = float(summary["val/loss"]), JobStatus.COMPLETED
         return done
-    lines = job.log.read_text(encoding="utf-8", errors="replace").splitlines()
-    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    why = told[-1] if told else f"ended with code {code}"
+    why = last_error(job.log) or f"ended with code {code}"
     done.return_value = UserError(f"{why} (log: {job.log})")
     done.status = JobStatus.FAILED
     return done
+
+
+def last_error(log: Path) -> str | None:
+    """What a job's log says about its failure."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return told[-1] if told else None

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from polarlm.runs.lock import PATIENCE_VARIABLE
+
 PIPE_VARIABLE = "POLARLM_PARENT_PIPE"
 GRACE = 20.0  # seconds in which a job may save its state once its parent is gone
 
@@ -36,7 +38,7 @@ def start_job(
     try:
         process = subprocess.Popen(
             [sys.executable, *verb_command(verb), *overrides],
-            env={**os.environ, **environment, PIPE_VARIABLE: str(reader)},
+            env={**os.environ, **environment, PIPE_VARIABLE: str(reader), PATIENCE_VARIABLE: str(GRACE)},
             pass_fds=(reader,),
             stdout=output,
             stderr=output,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -66,6 +64,17 @@ def run_trial(arguments: argparse.Namespace) -> int:
     return Trial(plan, Path(folder)).run()
 
 
+def run_job(settings: list[str], log: Path) -> int:
+    """Train with these settings in a process that ends with this one, however that ends; its exit code."""
+    from polarlm.launch.processes import start_job, stop_job
+
+    process = start_job(settings, {}, log)
+    try:
+        return int(process.wait())
+    finally:
+        stop_job(process)
+
+
 class Trial:
     """A plan in its folder: trial.yaml, progress.jsonl (a line per job), search/ and seeds/ (runs), report.html."""
 
@@ -100,7 +109,9 @@ class Trial:
 
     def run(self) -> int:
         """Search, train seeds, judge after each, report."""
-        plan = self.plan
+        from polarlm.runs.lock import lock_folder
+
+        plan, lock = self.plan, lock_folder(self.folder)  # two processes with one plan would train everything twice
         print(f"Trial in {self.folder}: {', '.join(plan.blocks)} on {plan.data}; rule: {plan.rule}.", flush=True)
         rates, notes = self.search()
         judgement, why = None, "the budget is spent"
@@ -110,6 +121,7 @@ class Trial:
             judgement, why = self.seeds(rates)
         kept = self.is_plan_kept(why)
         self.finish(judgement, rates, notes, why, kept)
+        lock.release()
         return 0
 
     def search(self) -> tuple[dict[str, float] | None, list[str]]:
@@ -174,6 +186,9 @@ class Trial:
 
     def train(self, phase: str, name: str, block: str, rate: float, steps: int, seed: int) -> bool:
         """Train one run unless it is there; False when the budget does not allow it."""
+        from polarlm.errors import UserError
+        from polarlm.launch.pool import last_error
+
         done = {job["name"]: job for job in self.jobs()}
         key = f"{phase}/{name}"
         if key in done:
@@ -182,23 +197,21 @@ class Trial:
         expected = self.expected_seconds(steps, [job for job in done.values() if job["code"] == 0])
         if spent + expected > self.plan.budget_seconds:
             return False
-        command = [sys.executable, "-m", "polarlm", "train", f"block={block}", f"data={self.plan.data}"]
-        command += [f"model={self.plan.model}", f"optim.lr={rate:g}", f"trainer.max_steps={steps}", f"seed={seed}"]
-        command += ["logger=none", *self.plan.overrides, f"name={name}", f"runs_dir={self.folder / phase}"]
+        settings = [f"block={block}", f"data={self.plan.data}", f"model={self.plan.model}", f"optim.lr={rate:g}"]
+        settings += [f"trainer.max_steps={steps}", f"seed={seed}", "logger=none", *self.plan.overrides]
         started = time.monotonic()
-        with (self.folder / "jobs.log").open("ab") as log:
-            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
-        if code in (-2, -15, 130, 143):
-            raise KeyboardInterrupt
-        seconds = time.monotonic() - started
-        job = {"name": key, "block": block, "steps": steps, "code": code, "seconds": seconds}
-        job["training"] = self.training_seconds(phase, name)
+        code = run_job([*settings, f"name={name}", f"runs_dir={self.folder / phase}"], self.folder / "jobs.log")
+        if code < 0 or code in (130, 143):  # killed, not failed
+            raise UserError(f"{key} was stopped from outside (code {code}); the same command continues the trial")
+        if code and not (self.folder / phase / name / "config.yaml").exists():  # a wrong setting, not a bad block
+            why = last_error(self.folder / "jobs.log") or f"see {self.folder / 'jobs.log'}"
+            raise UserError(f"{key} did not start: {why}")
+        training = self.training_seconds(phase, name)
+        # A run that was interrupted has trained longer than the process that ended it.
+        seconds = max(time.monotonic() - started, training or 0.0)
+        job = {"name": key, "block": block, "steps": steps, "code": code, "seconds": seconds, "training": training}
         with self.progress.open("a", encoding="utf-8") as file:
             file.write(json.dumps(job) + "\n")
-        if code and phase == "seeds" and not (self.folder / phase / name / "config.yaml").exists():
-            from polarlm.errors import UserError
-
-            raise UserError(f"{' '.join(command[3:])} did not start; see {self.folder / 'jobs.log'}")
         return True
 
     def expected_seconds(self, steps: int, done: list[dict[str, Any]]) -> float:

@@ -17,6 +17,7 @@ EPILOG = """examples
   python -m polarlm compare runs/* --out report.html      one self-contained page
   python -m polarlm compare runs --text                   the same table here
   python -m polarlm compare runs --watch                  keep the page up to date while runs are training
+  python -m polarlm compare runs --picture verdict.png --figure forest
   python -m polarlm compare runs --csv runs.csv --json runs.json --baseline rfa
 """
 
@@ -32,6 +33,9 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--csv", metavar="FILE", help="one row per run ('-' prints it)")
     parser.add_argument("--json", metavar="FILE", help="judged numbers and all curves ('-' prints it)")
     parser.add_argument("--picture", type=Path, metavar="PNG", help="also a small picture of the page (needs Chromium)")
+    parser.add_argument(
+        "--figure", metavar="NAME", help="of one figure only: forest, response, waterfall, bits, length, … (--picture)"
+    )
     parser.add_argument("--baseline", help="block or group to compare with (standard, else the first)")
     parser.add_argument(
         "--metric", help="the loss to judge, e.g. val/bits_per_byte (test before val, bits before loss)"
@@ -65,6 +69,10 @@ def compare(arguments: argparse.Namespace) -> int:
             from polarlm.errors import UserError
 
             raise UserError(f"--{name} {value:g}: give a number above {least:g}")
+    if arguments.figure and not arguments.picture:
+        from polarlm.errors import UserError
+
+        raise UserError(f"--figure {arguments.figure}: say where the picture goes with --picture FILE.png")
     only_data = arguments.text or arguments.csv or arguments.json
     if arguments.out is None and (arguments.watch or arguments.picture or not only_data):
         arguments.out = Path("report.html")
@@ -120,7 +128,7 @@ def _write_all(arguments: argparse.Namespace, cache: dict, reload_seconds: float
             count = sum(len(group.runs) for group in groups)
             print(f"{arguments.out}: {count} runs, {out.stat().st_size / 1e6:.1f} MB", file=sys.stderr)
             if arguments.picture and reload_seconds is None:
-                write_picture(out, arguments.picture)
+                write_picture(out, arguments.picture, arguments.figure)
 
 
 def _emit(target: str, text: str) -> None:

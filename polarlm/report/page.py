@@ -14,7 +14,7 @@ from typing import Any
 import polarlm
 from polarlm.report.captions import block_caption, shared_caption
 from polarlm.report.payload import link_to
-from polarlm.report.records import numbers_table
+from polarlm.report.records import answers_table, numbers_table
 from polarlm.report.sections import progress, samples
 from polarlm.report.tables import Table, difference_table, final_table, show_count
 from polarlm.runs.files import write_text
@@ -130,11 +130,12 @@ def _html(table: Table, judgement: Judgement) -> str:
 
 
 def _evaluated(groups: Sequence[Group]) -> str:
-    table = numbers_table(groups)
-    if table is None:
-        return ""
-    rows = [[escape(cell) for cell in row] for row in table.rows]
-    return _folded(_left_table(table.columns, rows), len(rows), "evaluated numbers")
+    tables = [table for table in (numbers_table(groups), answers_table(groups)) if table is not None]
+    html = ""
+    for table in tables:
+        rows = [[escape(cell) for cell in row] for row in table.rows]
+        html += _folded(_left_table(table.columns, rows), len(rows), "evaluated numbers")
+    return html
 
 
 def _differences(groups: Sequence[Group]) -> str:

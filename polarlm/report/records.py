@@ -50,6 +50,11 @@ def _length(record: dict[str, Any]) -> Iterator[Curve]:
     bits = [metrics.get("bits_per_byte") for metrics in part["metrics"]]
     title = "Bits per byte at lengths beyond the trained one"
     yield Curve("length", title, part["context"], bits, "context (tokens)", "bits per byte", x_log=True)
+    longest, factor = part["by_position"][-1], part["factor"][-1]
+    if factor > 1:
+        title = f"Loss by position, {factor} × the trained context"
+        label = f"tokens read before the target (trained: {part['context'][-1] // factor})"
+        yield Curve("length, by position", title, longest["to"], longest["loss"], label, x_log=True)
 
 
 def _corruption(record: dict[str, Any]) -> Iterator[Curve]:
@@ -75,6 +80,32 @@ CURVES: dict[str, Callable[[dict[str, Any]], Iterator[Curve]]] = {
     "corruption": _corruption,
     "frequency": _frequency,
     "calibration": _calibration,
+}
+
+# Numbers of the protocols that answer with something else than the metrics: (where they stand, how they are called).
+SPEARMAN = "Spearman's correlation, mean over layers"
+NUMBERS: dict[str, tuple[tuple[str, str], ...]] = {
+    "blimp": (
+        ("blimp.accuracy", "BLiMP accuracy"),
+        ("blimp.accuracy_of_paradigms", "BLiMP accuracy, mean of paradigms"),
+    ),
+    "lambada": (
+        ("lambada.accuracy", "LAMBADA accuracy"),
+        ("lambada.target_log_likelihood", "LAMBADA log-likelihood of the last word"),
+    ),
+    "calibration": (
+        ("calibration.ece", "calibration error of the most likely token"),
+        ("calibration.full_ece", "calibration error of the whole distribution"),
+    ),
+    "shuffled": (
+        ("control.gain_over_bigram", "gain over the bigram (nats per token)"),
+        ("control.gain_over_bigram_shuffled", "the same with shuffled documents (control: not above 0)"),
+    ),
+    "confidence": tuple(
+        (f"confidence.{signal}_{outcome}.spearman", f"{name} with {outcome}: {SPEARMAN}")
+        for signal, name in (("magnitude", "log m"), ("log_evidence", "log-evidence"))
+        for outcome in ("loss", "entropy")
+    ),
 }
 
 
@@ -130,6 +161,40 @@ def numbers_table(groups: Sequence[Group]) -> Table | None:
         cells = [show_estimate(_over_seeds(m, metrics)) for m in shown]
         rows.append([protocol, groups[index].label, str(len(metrics)), *cells])
     return Table(["protocol", "group", "seeds", *(m.title for m in shown)], rows)
+
+
+def answers_table(groups: Sequence[Group]) -> Table | None:
+    """Downstream accuracies, calibration, the negative control, confidence: a row per quantity, a column per group."""
+    by_group: dict[tuple[str, str, int], list[float | None]] = {}
+    for index, group in enumerate(groups):
+        for run in group.runs:
+            newest: dict[tuple[str, str], float | None] = {}
+            for record in read_records(run.folder):
+                for place, title in NUMBERS.get(str(record["protocol"].get("name")), ()):
+                    newest[title, _said(record)] = _number_at(record, place)
+            for (title, said), value in newest.items():
+                by_group.setdefault((title, said, index), []).append(value)
+    known = {key: values for key, values in by_group.items() if any(value is not None for value in values)}
+    if not known:
+        return None
+    order = [title for numbers in NUMBERS.values() for _, title in numbers]
+    shown = sorted({index for *_, index in known})
+    rows = []
+    for title, said in sorted({key[:2] for key in known}, key=lambda key: (order.index(key[0]), key[1])):
+        cells = [known.get((title, said, index)) for index in shown]
+        rows.append([title, said, *("—" if cell is None else show_estimate(estimate_mean(cell)) for cell in cells)])
+    return Table(["quantity", "protocol", *(groups[index].label for index in shown)], rows)
+
+
+def _number_at(record: dict[str, Any], place: str) -> float | None:
+    """The number (the mean of a list) at a dotted place; None where a record has none."""
+    value: Any = record
+    for part in place.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    if isinstance(value, list):
+        known = [v for v in value if isinstance(v, (int, float))]
+        value = float(np.mean(known)) if known else None
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _over_seeds(metric: Metric, by_seed: Sequence[dict[str, float]]) -> Estimate:

@@ -19,6 +19,9 @@ from polarlm.errors import UserError
 NAME = "run.lock"
 # Locks of some network file systems hold on one machine only: a sign of life of another machine counts so long.
 SIGN_OF_LIFE_SECONDS = 15 * 60
+# Seconds to wait for a writer that is about to end. Set for the jobs of a sweep: when a killed sweep is started again
+# at once, its old job may still be saving its state.
+PATIENCE_VARIABLE = "POLARLM_LOCK_PATIENCE"
 
 
 class RunLock:
@@ -46,8 +49,11 @@ def lock_folder(folder: Path) -> RunLock:
         raise UserError(f"{path} is a link to another file, which would be overwritten; delete it")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
     file = os.fdopen(descriptor, "r+", encoding="utf-8")
+    patience = time.monotonic() + float(os.environ.get(PATIENCE_VARIABLE, 0))
+    while not (locked := _try_lock(file)) and time.monotonic() < patience:
+        time.sleep(0.2)
     owner = _owner(file)
-    if not _try_lock(file) or _lives_elsewhere(path, owner):
+    if not locked or _lives_elsewhere(path, owner):
         file.close()
         who = (
             f"process {owner.get('pid')} on {owner.get('host')}, since {owner.get('since')}"

@@ -24,12 +24,12 @@ def test_the_slurm_settings_run_with_submitits_local_executor(shell):
     place = shell.folder / "configs" / "hydra" / "launcher" / "here.yaml"
     place.parent.mkdir(parents=True)
     place.write_text(yaml.safe_dump(here))
-    done = shell.train("-m", "seed=1,2", "group=cluster", "hydra/launcher=here", "trainer.max_steps=4")
+    done = shell.train("-m", "seed=1,2,3", "group=cluster", "hydra/launcher=here", "trainer.max_steps=4")
     assert done.code == 0, done.out
-    assert [summary["group"] for summary in finished(shell)] == ["cluster", "cluster"]
-    assert "cluster: 2 finished" in done.out  # the table comes from the run folders: the jobs ran elsewhere
+    assert [summary["group"] for summary in finished(shell)] == ["cluster"] * 3
+    assert "cluster: 3 finished" in done.out  # the table comes from the run folders: the jobs ran elsewhere
     logs = list((shell.folder / "runs" / ".sweeps" / ".submitit").rglob("*.out"))
-    assert len(logs) == 2 and all("run folder" in log.read_text() for log in logs)
+    assert len(logs) == 3 and all("run folder" in log.read_text() for log in logs)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("joblib"), reason='needs pip install "polarlm[cluster]"')

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -110,7 +111,8 @@ def test_the_harness_finds_the_same_numbers(model, monkeypatch, tmp_path):
             (tmp_path / name).write_text(text)
     monkeypatch.setattr(files, "local_copy", lambda name: tmp_path / name)
     # A task as the harness has it for WikiText: whole pages, word perplexity and bits per byte.
-    pages = ["A page of text, with words in it, longer than one window of the model is: sixty-four.\n" * 2, "Short."]
+    page = "A page of text , with words in it , longer than one @-@ off window of the model is : sixty @,@ four .\n"
+    pages = [page * 2, "Short."]
     (tmp_path / "pages.jsonl").write_text("".join(json.dumps({"page": page}) + "\n" for page in pages))
     (tmp_path / "own").mkdir()
     task = {
@@ -120,22 +122,37 @@ def test_the_harness_finds_the_same_numbers(model, monkeypatch, tmp_path):
         "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}, {"metric": "byte_perplexity"}],
     }  # fmt: skip
     (tmp_path / "own" / "pages.yaml").write_text(yaml.safe_dump(task))
-    result = run_tasks(model, TOKENIZER, ["blimp", "lambada", "pages"], include=tmp_path / "own")
+    # And the harness's own task `wikitext` (its detokenizer, its way of counting) on these pages: nothing is downloaded.
+    import lm_eval.tasks.wikitext.preprocess_wikitext as theirs
+
+    wikitext = {
+        "include": str(Path(theirs.__file__).with_name("wikitext.yaml")), "task": "wikitext_here",
+        "dataset_path": "json", "dataset_name": None, "training_split": None, "validation_split": None,
+        "dataset_kwargs": task["dataset_kwargs"],
+    }  # fmt: skip
+    (tmp_path / "own" / "wikitext_here.yaml").write_text(yaml.safe_dump(wikitext))
+    result = run_tasks(model, TOKENIZER, ["blimp", "lambada", "pages", "wikitext_here"], include=tmp_path / "own")
     assert result["blimp"]["acc"] == pytest.approx(blimp(model, TOKENIZER, PAIRS)["accuracy"])
     ours = lambada(model, TOKENIZER, PASSAGES)
     assert result["lambada"]["acc"] == ours["accuracy"]
     assert result["lambada"]["perplexity"] == pytest.approx(ours["target_perplexity"], rel=1e-4)
-    nats = 0.0
-    for page in pages:
-        ids = list(page.encode())
-        for context, continuation in rolling_windows(ids, 256, 64):
-            nats -= by_hand(model, context, continuation)[0]
+
+    def nats_of(texts):
+        windows = [w for text in texts for w in rolling_windows(list(text.encode()), 256, 64)]
+        return -sum(by_hand(model, *window)[0] for window in windows)
+
+    nats = nats_of(pages)
     size = len("".join(pages).encode())
     words = sum(len(re.split(r"\s+", page)) for page in pages)
     metrics = measure(Tally(nats=nats, targets=size, text=TextSize(size, size, size, words)))
     assert result["pages"]["bits_per_byte"] == pytest.approx(metrics["bits_per_byte"], rel=1e-5)
     assert result["pages"]["word_perplexity"] == pytest.approx(metrics["word_perplexity"], rel=1e-4)
     assert math.log2(result["pages"]["byte_perplexity"]) == pytest.approx(metrics["bits_per_byte"], rel=1e-5)
+    clean = [theirs.wikitext_detokenizer({"page": page}) for page in pages]
+    assert "one-off" in clean[0] and len(clean[0]) < len(pages[0])
+    metrics = measure(Tally(nats=nats_of(clean), targets=size, text=TextSize(size, size, size, words)))
+    for name in ("bits_per_byte", "word_perplexity"):
+        assert result["wikitext_here"][name] == pytest.approx(metrics[name], rel=1e-4)
     # And our own protocol, on the same pages as documents of a text.
     tokens = np.frombuffer("".join(pages).encode(), np.uint8).astype(np.int64)
     starts = np.array([0, len(pages[0].encode())])

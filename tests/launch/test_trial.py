@@ -2,7 +2,8 @@
 
 import argparse
 import json
-import subprocess
+import signal
+from pathlib import Path
 
 import pytest
 import yaml
@@ -35,19 +36,18 @@ class FakeTrainer:
 
     def __init__(self, monkeypatch, gap=0.0, seconds=10.0, fail=()):
         self.gap, self.seconds, self.fail, self.commands, self.now = gap, seconds, fail, [], 0.0
-        monkeypatch.setattr(trial.subprocess, "run", self)
+        monkeypatch.setattr(trial, "run_job", self)
         monkeypatch.setattr(trial.time, "monotonic", lambda: self.now)
 
-    def __call__(self, command, **_):
-        from pathlib import Path
-
-        options = dict(word.split("=", 1) for word in command[4:])
+    def __call__(self, settings, log):
+        options = dict(word.split("=", 1) for word in settings)
         self.commands.append(options)
         self.now += self.seconds
-        if options["name"] in self.fail:
-            return subprocess.CompletedProcess(command, 1)
         block, seed, steps = options["block"], int(options["seed"]), int(options["trainer.max_steps"])
         folder = Path(options["runs_dir"]) / options["name"]
+        if options["name"] in self.fail:
+            write_run(folder, "standard", seed, steps, diagnostics=False, status="failed")
+            return 1
         changes = {"optim.lr": float(options["optim.lr"])}
         write_run(folder, "standard", seed, steps, diagnostics=False, changes=changes | {"choices": {"block": block}})
         summary = json.loads((folder / "summary.json").read_text())
@@ -57,7 +57,7 @@ class FakeTrainer:
         for key in ("val/bits_per_byte", "test/bits_per_byte"):
             summary[key] = 2.0 + wrong_rate + noise - gain
         (folder / "summary.json").write_text(json.dumps(summary | {"block": block}))
-        return subprocess.CompletedProcess(command, 0)
+        return 0
 
 
 def test_the_search_halves_alike_for_every_block_and_takes_its_own_best_rate(tmp_path, monkeypatch):
@@ -89,11 +89,11 @@ def test_a_clear_difference_ends_the_trial_early_and_a_tie_at_the_last_seed(tmp_
 
 
 def test_the_plan_is_written_before_anything_runs_and_cannot_be_changed(tmp_path, monkeypatch):
-    def nothing_yet(command, **_):
+    def nothing_yet(settings, log):
         assert yaml.safe_load((tmp_path / "t" / "trial.yaml").read_text())["most_seeds"] == 8
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trial.subprocess, "run", nothing_yet)
+    monkeypatch.setattr(trial, "run_job", nothing_yet)
     with pytest.raises(KeyboardInterrupt):
         trial.Trial(plan(), tmp_path / "t").run()
     with pytest.raises(UserError, match=r"holds another plan \(most_seeds: 8 → 20\)"):
@@ -103,19 +103,55 @@ def test_the_plan_is_written_before_anything_runs_and_cannot_be_changed(tmp_path
 def test_a_killed_trial_goes_on_and_trains_nothing_twice(tmp_path, monkeypatch):
     trainer = FakeTrainer(monkeypatch, gap=0.05)
 
-    def kill_in_the_middle(command, **options):
-        if len(trainer.commands) == 17:
-            return subprocess.CompletedProcess(command, 143)
-        return trainer(command, **options)
+    def kill_in_the_middle(settings, log):
+        return -signal.SIGKILL if len(trainer.commands) == 17 else trainer(settings, log)
 
-    monkeypatch.setattr(trial.subprocess, "run", kill_in_the_middle)
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(trial, "run_job", kill_in_the_middle)
+    with pytest.raises(UserError, match="the same command continues the trial"):
         trial.Trial(plan(), tmp_path / "t").run()
-    monkeypatch.setattr(trial.subprocess, "run", trainer)
+    monkeypatch.setattr(trial, "run_job", trainer)
     trial.Trial(plan(), tmp_path / "t").run()
     names = [(c["runs_dir"], c["name"]) for c in trainer.commands]
     assert len(names) == len(set(names))
     assert json.loads((tmp_path / "t" / "result.json").read_text())["ended"] == "every block is decided"
+
+
+def test_a_wrong_setting_ends_the_trial_with_its_reason(tmp_path, monkeypatch):
+    def refused(settings, log):
+        log.write_text("error: There is no data 'nowhere'\n")
+        return 2
+
+    monkeypatch.setattr(trial, "run_job", refused)
+    with pytest.raises(UserError, match=r"standard-lr0.0003-100 did not start: There is no data 'nowhere'"):
+        trial.Trial(plan(), tmp_path / "t").run()
+    assert not (tmp_path / "t" / "progress.jsonl").exists()  # nothing was learned about the block
+
+
+def test_two_processes_do_not_carry_out_one_plan(tmp_path, monkeypatch):
+    def start_another(settings, log):
+        with pytest.raises(UserError, match="being written by"):
+            trial.Trial(plan(), tmp_path / "t").run()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trial, "run_job", start_another)
+    with pytest.raises(KeyboardInterrupt):
+        trial.Trial(plan(), tmp_path / "t").run()
+
+
+def test_a_job_is_stopped_with_its_trial(tmp_path, monkeypatch):
+    """Ctrl-C stops it; whatever kills the trial itself, a job of start_job notices (test_sweeps.py)."""
+    from polarlm.launch import processes
+
+    class Job:
+        def wait(self):
+            raise KeyboardInterrupt
+
+    started, stopped = [], []
+    monkeypatch.setattr(processes, "start_job", lambda *a: started.append(a) or Job())
+    monkeypatch.setattr(processes, "stop_job", stopped.append)
+    with pytest.raises(KeyboardInterrupt):
+        trial.run_job(["seed=1"], tmp_path / "log")
+    assert started == [(["seed=1"], {}, tmp_path / "log")] and len(stopped) == 1
 
 
 def test_the_budget_ends_a_trial_and_the_result_says_that_the_plan_was_not_kept(tmp_path, monkeypatch):

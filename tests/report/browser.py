@@ -9,7 +9,7 @@ CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
 ARTIFACTS = Path(__file__).resolve().parents[2] / "artifacts"
-FIGURES = ("forest", "bits", "perplexity", "training", "gradient", "rate", "record-0", "record-1")
+FIGURES = ("forest", "bits", "perplexity", "training", "gradient", "rate", "record-0", "record-1", "record-2")
 FIGURES += ("depth", "growth", "heat", "lag", "trajectory", "throughput", "value")
 WIDTHS = (1400, 800, 390)  # a screen, half of one, a phone
 # Drawn elements of a plot: lines, bars and points, heat-map images.
@@ -29,6 +29,9 @@ CLIPPED = """() => {
     for (const e of document.querySelectorAll("main :is(h1, p, figcaption, td, th, li, select)")) {
         const at = e.getBoundingClientRect(), outside = at.right > innerWidth + 1 || at.left < -1;
         if (at.width && outside && !scrolls(e)) problems.push(e.tagName + ": " + e.textContent.slice(0, 60));
+    }
+    for (const table of document.querySelectorAll("#verdict .scroll")) {
+        if (table.scrollWidth > table.clientWidth + 1) problems.push("the final table has to be scrolled");
     }
     return problems;
 }"""

@@ -9,6 +9,7 @@ import torch
 
 from polarlm.attention import PolarAttention, RobustFilterAttention, StandardAttention
 from polarlm.diagnostics import run_probe
+from polarlm.errors import UserError
 from polarlm.model import GPT, GPTConfig
 from tests.report.browser import ARTIFACTS, CLIPPED, FIGURES, MARKS, WIDTHS, needs_chromium, traces
 from tests.report.test_page import compare
@@ -44,15 +45,24 @@ def test_a_varied_number_has_a_response_curve_and_a_ladder_a_waterfall(tmp_path,
     assert page.evaluate(f"[{layout}.type, {layout}.ticktext.join()]") == ["log", "1,4,30,1000"]
 
 
-def test_a_small_picture_for_a_readme(tmp_path):
+def test_small_pictures_of_the_page_and_of_one_figure_for_a_readme(tmp_path):
     from PIL import Image
 
-    write_sweep(tmp_path / "runs", seeds=(1, 2))
+    write_sweep(tmp_path / "runs", seeds=(1, 2), diagnostics=False, evaluations=True)
     compare(tmp_path / "runs", "--out", tmp_path / "report.html", "--picture", tmp_path / "docs" / "report.png")
     image = Image.open(tmp_path / "docs" / "report.png")
     assert image.size == (1008, 1344)
     assert len(image.convert("RGB").getcolors(1 << 20)) > 30  # curves, not a blank page
     assert (tmp_path / "docs" / "report.png").stat().st_size < 400_000
+    one = tmp_path / "docs" / "one.png"
+    compare(tmp_path / "runs", "--out", tmp_path / "report.html", "--picture", one, "--figure", "length")
+    image = Image.open(one)
+    assert 700 < image.width <= 860 and 300 < image.height < 480
+    assert len(image.convert("RGB").getcolors(1 << 20)) > 30
+    with pytest.raises(UserError, match="no such figure"):
+        compare(tmp_path / "runs", "--out", tmp_path / "report.html", "--picture", one, "--figure", "lenght")
+    with pytest.raises(UserError, match="--picture"):
+        compare(tmp_path / "runs", "--figure", "forest")
 
 
 def test_every_quantity_that_can_be_chosen_is_drawn_with_labels_that_fit(tmp_path, open_page):

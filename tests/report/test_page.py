@@ -143,7 +143,10 @@ def test_records_of_evaluations_become_panels_averaged_over_seeds(tmp_path):
     compare(tmp_path / "runs", "--out", tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     panels = {panel["name"]: panel for panel in payload_of(page)["records"]}
-    assert list(panels) == ["length", "calibration"]
+    assert list(panels) == ["length", "length, by position", "calibration"]
+    far = panels["length, by position"]
+    assert far["title"] == "Loss by position, 8 × the trained context" and "trained: 128" in far["x"]
+    assert far["lines"][0]["at"] == [8, 64, 1024] and far["lines"][0]["mean"] == pytest.approx([4.5, 4.2, 4.9])
     length = panels["length"]
     assert (length["x"], length["y"], length["log"]) == ("context (tokens)", "bits per byte", True)
     assert length["protocol"] == "data pydocs, split test, tokens 4096"
@@ -152,6 +155,11 @@ def test_records_of_evaluations_become_panels_averaged_over_seeds(tmp_path):
     mean = [sum(r[i]["bits_per_byte"] for r in records) / 2 for i in range(4)]
     assert length["lines"][2]["mean"] == pytest.approx(mean, rel=1e-4)
     assert "sliding: data pydocs, split test, tokens 4096" in page  # its numbers stand in a table
+    # And what is no metric of the text: downstream accuracy, confidence (a mean over the layers that have one).
+    files = [json.loads((f / "blimp-pydocs-test-00000000.json").read_text())["blimp"]["accuracy"] for f in files]
+    shown = re.search(r'BLiMP accuracy</td>.{0,200}data-label="polar">([\d.]+)', page)
+    assert float(shown.group(1)) == pytest.approx(sum(files) / 2, abs=0.01)
+    assert "log m with loss: Spearman&#x27;s correlation, mean over layers" in page and ">−0.3<" in page
 
 
 def test_samples_stand_side_by_side_and_unfinished_runs_have_a_bar(tmp_path):

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import socket
+import threading
 import time
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import pytest
 
 from polarlm.errors import UserError
 from polarlm.runs.identity import refuse_secrets
-from polarlm.runs.lock import lock_folder
+from polarlm.runs.lock import PATIENCE_VARIABLE, lock_folder
 from polarlm.runs.opening import open_run
 
 
@@ -92,7 +93,7 @@ def _hold(folder, ready):
     kept.release()
 
 
-def test_the_lock_of_a_killed_process_is_free(config):
+def test_the_lock_of_a_killed_process_is_free_also_to_who_waits_for_it(config, monkeypatch):
     folder, lock, _ = open_run(config, corpus(), 10)
     lock.release()
     context = multiprocessing.get_context("fork")
@@ -102,9 +103,11 @@ def test_the_lock_of_a_killed_process_is_free(config):
     assert ready.wait(500)
     with pytest.raises(UserError, match=rf"process {other.pid} on"):
         open_run(config, corpus(), 10)
-    other.kill()
-    other.join()
+    # A job of a sweep that was killed and started again at once waits for the old one, which is about to end.
+    monkeypatch.setenv(PATIENCE_VARIABLE, "30")
+    threading.Timer(0.5, other.kill).start()
     open_run(config, corpus(), 10)[1].release()
+    other.join()
 
 
 def test_another_machine_counts_as_alive_until_it_is_silent_for_long(config):
