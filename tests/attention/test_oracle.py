@@ -120,10 +120,13 @@ def test_polar_is_the_papers_algorithm(number):
     weights = {name.removesuffix(".weight"): value.numpy() for name, value in mixer.state_dict().items()}
     weights["v"] = mixer.v.weight.detach().numpy()  # orthonormal where it is tied
     weights["log_frequency"] = weights.get("frequencies.log_frequency")
+    output = weights["v"].T if switches["tie_output"] else weights["out"]
     scalars = {name: value.detach().numpy() for name, value in mixer.estimator.read().items()}
     for row in range(2):
         ids = None if documents is None else documents[row].numpy()
         sizes = dict(heads=HEADS, groups=other["groups"], base=100.0)
         left = dict(before=before[row].numpy(), first_values=first[row].numpy())
         expected = polar_attention(x[row].numpy(), weights, scalars, switches, **sizes, documents=ids, **left)
-        np.testing.assert_allclose(actual[row], expected, rtol=1e-8, atol=1e-10 * np.abs(expected).max())
+        # A step is a difference of values of size one: what is lost in it is a share of these, however short it is.
+        size = max(np.abs(expected).max(), np.abs(output).max())
+        np.testing.assert_allclose(actual[row], expected, rtol=1e-8, atol=1e-10 * size)

@@ -153,8 +153,9 @@ def test_packed_and_masked_text_trains_the_same_whatever_the_micro_batch(tmp_pat
 
 
 def test_the_rate_of_a_row_is_the_one_its_step_was_taken_with(tmp_path):
+    """Of the matrices, that is: an estimator's scalars have half of it."""
     schedule = ("schedule=wsd", "schedule.warmup_fraction=0.5", "schedule.decay_fraction=0.5", "optim.lr=0.01")
-    rows = fitted(tmp_path, tmp_path / "run", "trainer.max_steps=4", *schedule)
+    rows = fitted(tmp_path, tmp_path / "run", "block=rfa", "trainer.max_steps=4", *schedule)
     assert [row["train/lr"] for row in rows] == pytest.approx([0.005, 0.01, 0.005, 0.0])
 
 

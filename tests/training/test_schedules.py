@@ -14,8 +14,8 @@ from polarlm.training.schedules.wsd import WarmupStableDecay
 
 def test_cosine_rises_linearly_peaks_after_warmup_and_ends_at_the_final_factor():
     schedule = Cosine(warmup_fraction=0.1, final_factor=0.2)
-    factors = [schedule.factor(tokens, 1000) for tokens in (50, 100, 550, 1000, 5000)]
-    assert factors == pytest.approx([0.5, 1.0, 0.6, 0.2, 0.2])
+    factors = [schedule.factor(tokens, 1000) for tokens in (50, 100, 325, 550, 1000, 5000)]
+    assert factors == pytest.approx([0.5, 1.0, 0.2 + 0.4 * (1 + math.sqrt(0.5)), 0.6, 0.2, 0.2])
 
 
 def test_wsd_is_flat_then_falls_in_a_straight_line():

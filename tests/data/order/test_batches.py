@@ -9,7 +9,7 @@ import torch
 from polarlm.data import Corpus
 from polarlm.data.order.batches import EvalBatches, train_batches
 from polarlm.data.order.packing import PackedSequences
-from polarlm.data.order.sequences import Sequences
+from polarlm.data.order.sequences import EpochOrder, Sequences
 from polarlm.data.order.windows import WindowSequences
 from polarlm.errors import UserError
 from polarlm.ignored import IGNORED
@@ -86,6 +86,12 @@ def test_seeds_differ(corpus: Corpus) -> None:
     assert (rows[0] != rows[1]).mean() > 0.9
 
 
+def test_the_order_of_an_epoch_is_its_own_and_the_seeds() -> None:
+    first, next_epoch = (EpochOrder(500, seed=3)(np.arange(e * 500, (e + 1) * 500))[1] for e in range(2))
+    other_seed = EpochOrder(500, seed=4)(np.arange(500))[1]
+    assert (first != next_epoch).mean() > 0.9 and (first != other_seed).mean() > 0.9
+
+
 def test_borders_are_masked_and_documents_numbered(corpus: Corpus) -> None:
     store, eos = corpus.store("train"), corpus.tokenizer.eos_id
     tokens, targets, documents = WindowSequences(store, 128, seed=1, mask_documents=True).rows(np.arange(40))
@@ -127,7 +133,12 @@ def test_where_every_target_counts_the_count_is_the_batch(corpus: Corpus) -> Non
 
 
 def test_counted_targets_are_those_of_the_rows(corpus: Corpus) -> None:
-    sequences, numbers = WindowSequences(corpus.store("train"), 128, seed=1, mask_documents=True), np.arange(80)
+    """Over so many windows that some begin or end where a document does."""
+    store = corpus.store("train")
+    sequences = WindowSequences(store, 32, seed=1, mask_documents=True)
+    numbers = np.arange(3 * sequences.order.per_epoch)
+    begins, starts = sequences.begins(numbers), store.document_starts(0, len(store))
+    assert np.isin(begins, starts).any() and np.isin(begins + 32, starts).any()
     counts = sequences.counted(numbers)
     assert np.array_equal(counts, (sequences.rows(numbers)[1] != IGNORED).sum(1)) and len(set(counts.tolist())) > 2
 
