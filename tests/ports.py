@@ -5,7 +5,7 @@ import socket
 
 
 def free_port() -> int:
-    """A free port below those that Linux gives to outgoing connections: nobody takes it between this look and its use."""
+    """A free port below those that Linux gives to outgoing connections: nobody takes it before it is used."""
     for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
         with socket.socket() as tried:
             try:
