@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
+from polarlm.data.atomic import explained, replacing
 from polarlm.evaluation.metrics import BY_NAME
 from polarlm.runs.reading import Run, read_run
 
@@ -34,8 +35,8 @@ def write_summary_png(run_folder: str | Path) -> Path:
     figure.suptitle(f"{run.name} ({run.block}, seed {run.seed})", fontsize=10, color=INK, parse_math=False)
     path = Path(run_folder) / "summary.png"
     beside = path.with_name(".summary.png.tmp")
-    figure.savefig(beside, dpi=DPI, format="png")
-    beside.replace(path)
+    with explained(path), replacing(path, beside):
+        figure.savefig(beside, dpi=DPI, format="png")
     return path
 
 

@@ -15,7 +15,7 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -43,7 +43,7 @@ class SafeCheckpointIO(CheckpointIO):
         with explained(target, lambda: sum(t.nbytes for _, t in tensors_of(checkpoint))):
             try:
                 with open(beside, "wb") as file:
-                    torch.save(checkpoint, file)
+                    _write(checkpoint, file)
                     file.flush()
                     os.fsync(file.fileno())
                 verify_checksums(beside)
@@ -63,6 +63,29 @@ class SafeCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: Any) -> None:
         """Delete a checkpoint file."""
         Path(path).unlink(missing_ok=True)
+
+
+def _write(checkpoint: dict[str, Any], file: IO[bytes]) -> None:
+    """torch.save; where the disk refuses, its writer hides that behind an error about positions: tell the first one."""
+    refused: list[OSError] = []
+
+    class Target:
+        def write(self, content: Any) -> int:
+            try:
+                return file.write(content)
+            except OSError as error:
+                refused.append(error)
+                raise
+
+        def flush(self) -> None:
+            file.flush()
+
+    try:
+        torch.save(checkpoint, Target())  # type: ignore[arg-type]
+    except RuntimeError:
+        if refused:
+            raise refused[0] from None
+        raise
 
 
 def load_checkpoint(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> dict[str, Any]:

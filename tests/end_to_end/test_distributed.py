@@ -5,15 +5,15 @@ Started by Lightning, by torchrun, and as SLURM would start them on two machines
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
 import pytest
 
 from tests.end_to_end.conftest import ROOT
+from tests.ports import free_port
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # a hang, not a busy machine
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "TORCHELASTIC_")
 
 
@@ -28,7 +28,7 @@ def command(workshop, *arguments: str) -> list[str]:
 
 def run(workshop, *arguments: str, **more: str) -> subprocess.CompletedProcess:
     options = {"cwd": workshop.folder, "env": environment(**more), "capture_output": True, "text": True}
-    return subprocess.run([sys.executable, *arguments], timeout=500, **options)
+    return subprocess.run([sys.executable, *arguments], timeout=1500, **options)
 
 
 @pytest.fixture(scope="module")
@@ -113,13 +113,10 @@ def test_torchrun_on_one_machine(workshop, alone, strategy):
 def test_slurm_with_two_machines(workshop, alone, strategy):
     """Both tasks as srun starts them with --nodes=2 --ntasks-per-node=1; here both machines are this one."""
     name = f"slurm-{strategy}"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     job = {
         "SLURM_JOB_ID": "4242", "SLURM_JOB_NAME": "polarlm", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2",
         "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NODELIST": "localhost", "SLURM_LOCALID": "0",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
     }  # fmt: skip
     settings = command(workshop, f"trainer={strategy}", "trainer.devices=1", "trainer.nodes=2", f"name={name}")
     tasks = []
@@ -131,7 +128,7 @@ def test_slurm_with_two_machines(workshop, alone, strategy):
                 [sys.executable, *settings], cwd=workshop.folder, env=place, stdout=log, stderr=subprocess.STDOUT
             )
         )
-    codes = [task.wait(500) for task in tasks]
+    codes = [task.wait(1500) for task in tasks]
     told = "\n".join((workshop.folder / f"{name}-{rank}.txt").read_text() for rank in (0, 1))
     assert codes == [0, 0], told
     assert_like(workshop.rows(name), alone)

@@ -36,6 +36,18 @@ def flip(path, place: int) -> None:
     path.write_bytes(data)
 
 
+def fill_disk(monkeypatch, name: str) -> None:
+    """Refuse to flush the files whose path holds `name`, as a full disk does for what was only buffered."""
+    real = os.fsync
+
+    def full(file):
+        if name in os.readlink(f"/proc/self/fd/{file}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", full)
+
+
 def test_a_flipped_bit_in_the_weights_is_noticed_and_the_checkpoint_is_used(tmp_path, capsys):
     folder = train_run(config(tmp_path)).folder
     path = folder / "checkpoints" / "model.safetensors"
@@ -63,14 +75,7 @@ def test_a_damaged_newest_checkpoint_costs_its_steps_and_nothing_else(tmp_path, 
 
 
 def test_a_full_disk_names_the_file_leaves_no_temporary_one_and_the_run_goes_on(tmp_path, monkeypatch):
-    real = torch.save
-
-    def full(value, file, *arguments, **options):
-        if "step_00000004" in file.name:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(value, file, *arguments, **options)
-
-    monkeypatch.setattr(torch, "save", full)
+    fill_disk(monkeypatch, ".step_00000004.ckpt")
     with pytest.raises(UserError, match=r"disk is full.*step_00000004\.ckpt"):
         train_run(config(tmp_path))
     folder = tmp_path / "runs" / "run"
@@ -95,14 +100,8 @@ def one_process_group():
 @pytest.mark.usefixtures("one_process_group")
 def test_shards_that_do_not_fit_on_the_disk_leave_the_checkpoint_before_them(tmp_path, monkeypatch):
     sharded = config(tmp_path, "trainer=fsdp", "trainer.devices=1", "trainer.accelerator=cpu")
-    folder, real = tmp_path / "runs" / "run", os.fsync
-
-    def full(file):
-        if "step_00000004/.optimiser_00000" in os.readlink(f"/proc/self/fd/{file}"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(file)
-
-    monkeypatch.setattr(os, "fsync", full)
+    folder = tmp_path / "runs" / "run"
+    fill_disk(monkeypatch, "step_00000004/.optimiser_00000")
     with pytest.raises(UserError, match=r"disk is full.*step_00000004/optimiser_00000\.safetensors"):
         train_run(sharded)
     assert [p.name for p in (folder / "checkpoints" / "shards").iterdir()] == ["step_00000002"]

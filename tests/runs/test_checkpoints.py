@@ -1,5 +1,8 @@
 """Checkpoints: safe to load, replaced in one step, never trusted when a bit is wrong."""
 
+import builtins
+import errno
+import io
 import os
 import pickle
 import random
@@ -121,3 +124,22 @@ def test_when_all_are_damaged_nothing_is_guessed(tmp_path):
     (tmp_path / "last.ckpt").write_bytes(b"nonsense too")
     with pytest.raises(UserError, match="No checkpoint"):
         newest_usable(tmp_path)
+
+
+@pytest.mark.parametrize("room", [0, 700, 5000, 8000])
+def test_a_disk_that_fills_up_while_torch_writes_is_named_and_nothing_is_left(tmp_path, monkeypatch, room):
+    """torch's own writer would tell of a wrong position in its file."""
+
+    class Small(io.FileIO):
+        def write(self, content):
+            if self.tell() + len(content) > room:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(content)
+
+    real = builtins.open
+    monkeypatch.setattr(
+        builtins, "open", lambda p, mode="r", *a, **o: (Small if mode == "wb" else real)(p, mode, *a, **o)
+    )
+    with pytest.raises(UserError, match=r"disk is full.*step_1\.ckpt.*are needed"):
+        SafeCheckpointIO().save_checkpoint(state(), tmp_path / "step_1.ckpt")
+    assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_only
 
-from polarlm.data.atomic import write_beside
+from polarlm.data.atomic import explained, write_beside
 from polarlm.training.loggers.sink import Sink
 
 
@@ -28,14 +28,15 @@ class JsonLines(Sink):
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Append one row; numbers that JSON does not know (nan, inf) are written as null."""
         row = {k: (None if isinstance(v, float) and not math.isfinite(v) else v) for k, v in metrics.items()}
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        text = json.dumps(row) + "\n"
+        with explained(self.path, lambda: len(text)), open(self.path, "a", encoding="utf-8") as file:
+            file.write(text)
 
     @rank_zero_only
     def flush(self) -> None:
         """Have every row on disk, as a checkpoint that follows will be."""
         if self.path.exists():
-            with open(self.path, "rb") as file:
+            with explained(self.path), open(self.path, "rb") as file:
                 os.fsync(file.fileno())
 
     @rank_zero_only

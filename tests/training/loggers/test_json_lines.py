@@ -1,3 +1,6 @@
+import pytest
+
+from polarlm.errors import UserError
 from polarlm.training.loggers.json_lines import JsonLines
 
 
@@ -24,3 +27,9 @@ def test_damaged_rows_are_left_out_and_told(tmp_path, capsys):
     assert [row["step"] for row in lines.rows()] == [1, 2]
     assert "4 damaged lines are left out" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_row_that_does_not_fit_on_the_disk_names_the_file(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(UserError, match=r"disk is full.*metrics\.jsonl"):
+        JsonLines(tmp_path / "metrics.jsonl").log_metrics({"step": 1})
