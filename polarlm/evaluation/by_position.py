@@ -10,9 +10,12 @@ from polarlm.evaluation.scores import Scores
 
 
 def position_edges(longest: int) -> np.ndarray:
-    """Bin edges 1, 2, 3, 4, 6, 8, 12, 16, … up to longest + 1: single positions first, then ever wider bins."""
-    steps = {1, 2, 3} | {2**n for n in range(2, 40)} | {3 * 2**n for n in range(1, 40)}
-    return np.array([*sorted(edge for edge in steps if edge <= longest), longest + 1])
+    """Bin edges 1, 2, 3, 4, 6, 8, 12, 16, … up to longest + 1: single positions first, then ever wider bins.
+
+    The last position never stands alone: contexts are powers of two, and a bin of one position is mostly noise.
+    """
+    steps = {2, 3} | {2**n for n in range(2, 40)} | {3 * 2**n for n in range(1, 40)}
+    return np.array([1, *sorted(edge for edge in steps if edge < longest), longest + 1])
 
 
 def loss_by_position(scores: Scores, longest: int) -> dict[str, Any]:

@@ -174,8 +174,10 @@ def _styles(groups: Sequence[Group]) -> list[dict[str, int | float]]:
 
 
 def _diagnostics(group: Group) -> dict[str, Any] | None:
-    """Probes averaged over the seeds at the steps that all of them have."""
-    probed = [{p.step: p for p in run.probes} for run in group.runs if run.probes]
+    """Probes averaged over the seeds at the steps that all of them have; of finished seeds where there are any."""
+    having = [run for run in group.runs if run.probes]
+    over = [run for run in having if run.status == "finished"]
+    probed = [{p.step: p for p in run.probes} for run in over or having]
     if not probed:
         return None
     common = sorted(set.intersection(*(set(p) for p in probed)))

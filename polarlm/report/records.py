@@ -39,7 +39,7 @@ def _position(record: dict[str, Any]) -> Iterator[Curve]:
 
 
 def _frequency(record: dict[str, Any]) -> Iterator[Curve]:
-    part, label = record["by_frequency"], "times that the target occurs in the training text"
+    part, label = record["by_frequency"], "times that the target occurs in the training text, at most"
     known = [i for i, most in enumerate(part["to"]) if most and most > 0]
     x, y = ([part[key][i] for i in known] for key in ("to", "loss"))
     yield Curve("frequency", "Loss by frequency of the target", x, y, label, x_log=True)

@@ -144,7 +144,8 @@ def show_estimate(estimate: Estimate, signed: bool = False) -> str:
     half = estimate.half_width
     sign = "+" if signed else ""
     if half is None or half == 0:
-        return f"{estimate.mean:{sign}.4g}".replace("-", "−")
+        kept = "#" if 1e-4 <= abs(estimate.mean) < 1000 else ""  # 8.000, not 8: four digits were measured
+        return f"{estimate.mean:{sign}{kept}.4g}".replace("-", "−")
     # Two digits of the uncertainty are all that it can carry.
     digits = max(0, -int(f"{half:.1e}".partition("e")[2]) + 1)
     return f"{estimate.mean:{sign}.{digits}f} ± {half:.{digits}f}".replace("-", "−")

@@ -122,7 +122,7 @@ def test_the_harness_finds_the_same_numbers(model, monkeypatch, tmp_path):
         "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}, {"metric": "byte_perplexity"}],
     }  # fmt: skip
     (tmp_path / "own" / "pages.yaml").write_text(yaml.safe_dump(task))
-    # And the harness's own task `wikitext` (its detokenizer, its way of counting) on these pages: nothing is downloaded.
+    # And the harness's own task `wikitext` (its detokenizer, its way of counting) on these pages: no download.
     import lm_eval.tasks.wikitext.preprocess_wikitext as theirs
 
     wikitext = {

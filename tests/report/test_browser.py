@@ -70,6 +70,16 @@ def test_seeds_are_averaged_at_equal_time(page):
     page.evaluate("(before) => { Object.assign(state, JSON.parse(before)); drawAll(); }", before)
 
 
+def test_a_run_that_has_just_begun_does_not_cut_the_mean_of_the_finished_ones_short(page):
+    points, whole, seeds = page.evaluate("""() => {
+        const runs = shownRuns(0), [first] = runs, read = (run) => run.val.loss;
+        const late = { ...first, status: "running", val: { ...first.val, at: first.val.at.slice(0, 1) } };
+        const curve = average([late, ...runs.slice(1)], "val", read);
+        return [curve.x.length, first.val.at.length, curve.n];
+    }""")
+    assert points == whole > 1 and seeds == 2
+
+
 def test_a_perplexity_is_the_exponential_of_the_mean_loss_also_in_its_band(page):
     values = page.evaluate("""() => {
         const loss = average(shownRuns(0), "val", (run) => run.val.loss);

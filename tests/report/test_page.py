@@ -159,7 +159,15 @@ def test_records_of_evaluations_become_panels_averaged_over_seeds(tmp_path):
     files = [json.loads((f / "blimp-pydocs-test-00000000.json").read_text())["blimp"]["accuracy"] for f in files]
     shown = re.search(r'BLiMP accuracy</td>.{0,200}data-label="polar">([\d.]+)', page)
     assert float(shown.group(1)) == pytest.approx(sum(files) / 2, abs=0.01)
-    assert "log m with loss: Spearman&#x27;s correlation, mean over layers" in page and ">−0.3<" in page
+    assert "log m with loss: Spearman&#x27;s correlation, mean over layers" in page and ">−0.3000<" in page
+
+
+def test_the_geometry_of_finished_seeds_is_shown_and_not_that_of_one_that_has_just_begun(tmp_path):
+    write_run(tmp_path / "runs" / "done", "polar", 1, steps=200)
+    write_run(tmp_path / "runs" / "begun", "polar", 2, 100, status="running", changes={"trainer.max_steps": 200})
+    compare(tmp_path / "runs", "--out", tmp_path / "report.html")
+    (geometry,) = payload_of((tmp_path / "report.html").read_text())["diagnostics"]
+    assert geometry["tokens"] == [0, 100 * 4096, 200 * 4096]
 
 
 def test_samples_stand_side_by_side_and_unfinished_runs_have_a_bar(tmp_path):

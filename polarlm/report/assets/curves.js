@@ -47,11 +47,12 @@ function valueAt(points, t) {
   return y0 === null || y1 === null ? null : y0 + ((y1 - y0) * (t - t0)) / (t1 - t0);
 }
 
-// Mean and band of a group's runs; runs that stopped early would bend the mean and are left to their own lines.
+// Mean and band of a group's finished runs (else of the running ones): a run that has just begun or stopped early would
+// cut the mean short or bend it, and is left to its own line.
 // `back` maps what is averaged to what is shown: perplexities are averaged as losses.
 function average(runs, kind, read, back = (v) => v) {
-  const alive = runs.filter((run) => run.status === "finished" || run.status === "running");
-  const counted = (alive.length ? alive : runs).filter((run) => run[kind].at.length);
+  const having = runs.filter((run) => run[kind].at.length), of = (status) => having.filter((run) => run.status === status);
+  const counted = [of("finished"), of("running"), having].find((list) => list.length) || [];
   if (!counted.length) return null;
   const made = { x: [], mean: [], low: [], high: [], n: counted.length };
   for (const [x, ys] of aligned(counted, kind, read)) {

@@ -138,7 +138,7 @@ function lineChoices(id, cubes) {
 function cubeLines(g, cube, x, lines, unit) {
   const across = (list) => x.map((_, i) => { const m = mean(list.map((y) => y[i])); return Number.isFinite(m) ? m : null; });
   const label = plain(DATA.groups[g].label);
-  const make = (y, name, i, n) => line(g, { x, y, colour: shade(g, i, n), width: n > 1 ? 1.5 : 2.2, hovertemplate: `%{y:.4g} at %{x}${unit}<extra>${label}${name}</extra>` });
+  const make = (y, name, i, n) => line(g, { x, y, colour: shade(g, i, n), width: n > 1 ? 1.5 : 2.2, mode: x.length < 3 ? "lines+markers" : "lines", hovertemplate: `%{y:.4g} at %{x}${unit}<extra>${label}${name}</extra>` });
   if (lines === "mean") return [make(across(cube.flat()), "", 0, 1)];
   if (lines === "layers") return cube.map((heads, l) => make(across(heads), `, layer ${l}`, l, cube.length));
   const heads = cube[Number(lines.split(" ")[1])] || [];

@@ -24,7 +24,7 @@ function recordFigure(panel) {
   if (!traces.length) return null;
   if (panel.diagonal) traces.unshift({ type: "scatter", mode: "lines", x: [0, 1], y: [0, 1], line: { color: ink.soft, width: 1, dash: "dot" }, hoverinfo: "skip", meta: {} });
   const note = [panel.protocol && `Protocol: ${panel.protocol}.`, "Mean over seeds" + (state.band === "none" ? "." : "; band: range of seeds.")];
-  const values = [...new Set(panel.lines.flatMap((l) => l.at))], ticks = panel.log && values.length <= 10 ? { tickvals: values, ticktext: values.map(String) } : {};
+  const values = [...new Set(panel.lines.flatMap((l) => l.at))], ticks = panel.log && values.length <= 10 ? { tickvals: values, ticktext: values.map((v) => v.toLocaleString("en")) } : {};
   return { title: sentence(panel.title), note: note.filter(Boolean).join(" "), groups: drawn, traces,
     layout: { xaxis: { title: { text: panel.x }, type: panel.log ? "log" : "linear", ...ticks }, yaxis: { title: { text: panel.y } } } };
 }
