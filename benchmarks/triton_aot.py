@@ -13,16 +13,18 @@ import tempfile
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from unittest.mock import patch
 
-from polarlm.attention.kernels.triton_backend import LAUNCH, launch_options
+import torch
 
-# The Polar block (Student-t with magnitude), and the same with RFA's decays and documents on top.
-VARIANTS = {
-    "polar": dict(KERNEL="student", MAGNITUDE=True, DECAY_KEYS=False, DECAY_VALUES=False, DOCUMENTS=False),
-    "everything": dict(KERNEL="student", MAGNITUDE=True, DECAY_KEYS=True, DECAY_VALUES=True, DOCUMENTS=True),
-}
-MATRICES = ("q", "k", "v", "out", "d_out", "dq", "dk", "dv")
-BYTES = {"bf16": 2, "fp32": 4}
+from polarlm.attention.kernels import triton_backend
+from polarlm.attention.kernels.noise import NOISE_ROWS
+from polarlm.attention.kernels.triton_backend import LAUNCH
+
+# Whether keys and values decay, documents are packed, and ν learns: the Polar block (Student-t with magnitude and
+# learned noise), the same with a ν that stays, and with RFA's decays and documents on top.
+VARIANTS = {"polar": (False, False, True), "frozen": (False, False, False), "everything": (True, True, True)}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -43,54 +45,64 @@ class Usage:
     spills: int
 
 
+class ClaimedGPU:
+    """A driver for Triton that has no device to launch on."""
+
+    def __init__(self, sm: int) -> None:
+        self.sm = sm
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.sm, 32)
+
+    def get_current_device(self) -> int:
+        return self.sm  # a cache of compiled kernels for each
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Compiled:
+    """A kernel that is compiled where it would be launched, if it is the one that is wanted."""
+
+    def __init__(self, function, wanted: bool) -> None:
+        self.function, self.wanted, self.result = function, wanted, None
+
+    def __getitem__(self, grid: tuple):
+        return lambda *given, **options: self._compile(*given, grid=grid, **options)
+
+    def _compile(self, *given, **options) -> None:
+        if self.wanted:
+            self.result = self.function.warmup(*given, **options)
+
+
 def compile_kernel(name: str, variant: str, head_dim: int, dtype: str, sm: int, override: tuple | None = None) -> Usage:
-    """Compile one kernel with the block sizes that are shipped (or `override`) and ask ptxas what it uses."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    """Compile one kernel as the backend launches it (or with the sizes `override`) and ask ptxas what it uses."""
+    from triton.runtime import driver
 
     from polarlm.attention.kernels import triton_kernels
 
-    function = getattr(triton_kernels, f"{name}_kernel")
-    blocks, options = launch_options(name, head_dim, BYTES[dtype])
-    if override is not None:
-        blocks |= dict(BLOCK_Q=override[0], BLOCK_K=override[1])
-        options = dict(num_warps=override[2], num_stages=override[3])
-    constants = {
-        **VARIANTS[variant],
-        **blocks,
-        "GROUP": 1,
-        "SIZE": head_dim,
-        "PRECISION": "tf32x3" if dtype == "fp32" else "tf32",
-    }
-    if name == "query":
-        constants["NOISE_LEARNS"] = True
-    if not constants["DOCUMENTS"]:
-        constants["documents"] = None
-    signature, attributes = {}, {}
-    for place, argument in enumerate(function.arg_names):
-        kind = _type_of(argument, dtype)
-        signature[argument] = "constexpr" if argument in constants else kind
-        # As at run time: tensors are aligned, and strides are multiples of the head size.
-        if argument not in constants and (kind.startswith("*") or argument[1:] in ("_b", "_h", "_t")):
-            attributes[(place,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+    decays, packed, learned = VARIANTS[variant]
+    q, k, v, d_out = (torch.randn(1, 2, 250, head_dim, dtype=DTYPES[dtype]) for _ in range(4))
+    evidence, m2, parameters = torch.rand(1, 2, 250), torch.rand(1, 250), torch.rand(len(NOISE_ROWS), 2)
+    documents = torch.zeros(1, 250, dtype=torch.int32) if packed else None
+    inputs = (q, k, v, m2, parameters, documents, "student", decays, decays, learned)
+    sizes = {key: override or shipped for key, shipped in LAUNCH[name].items()}
+    kernels = {f"{x}_kernel": Compiled(getattr(triton_kernels, f"{x}_kernel"), x == name) for x in LAUNCH}
+    with (
+        patch.dict(LAUNCH, {name: sizes}),
+        patch.object(driver, "_active", ClaimedGPU(sm)),
+        patch.multiple(triton_kernels, **kernels),
+    ):
+        if name == "forward":
+            triton_backend.triton_forward.bare(*inputs)
+        else:
+            triton_backend.triton_backward.bare(d_out, evidence, d_out, evidence, *inputs, True)
+    compiled = kernels[f"{name}_kernel"].result
     registers, spills = _ptxas(compiled.asm["ptx"])
-    return Usage(
-        name, variant, head_dim, dtype, sm, blocks["BLOCK_Q"], blocks["BLOCK_K"], options["num_warps"],
-        options["num_stages"], registers, compiled.metadata.shared, spills,
-    )  # fmt: skip
-
-
-def _type_of(argument: str, dtype: str) -> str:
-    if argument in MATRICES:
-        return f"*{dtype}"
-    if argument == "documents":
-        return "*i32"
-    if argument in ("queries", "keys", "heads") or argument[1:] in ("_b", "_h", "_t"):
-        return "i32"
-    return "*fp32"
+    shape = sizes[64 if head_dim <= 64 else 128, q.element_size()]
+    return Usage(name, variant, head_dim, dtype, sm, *shape, registers, compiled.metadata.shared, spills)
 
 
 def _ptxas(ptx: str) -> tuple[int, int]:
@@ -127,7 +139,7 @@ def main() -> None:
     parser.add_argument("--kernel", nargs="+", default=list(LAUNCH), choices=list(LAUNCH))
     parser.add_argument("--variant", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128])
-    parser.add_argument("--dtype", nargs="+", default=list(BYTES), choices=list(BYTES))
+    parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--sm", nargs="+", type=int, default=[80, 90, 100])
     parser.add_argument("--blocks", nargs=4, type=int, metavar=("Q", "K", "WARPS", "STAGES"), help="try other sizes")
     parser.add_argument("--json", type=Path, help="also write the numbers here")

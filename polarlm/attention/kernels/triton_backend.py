@@ -62,71 +62,63 @@ def triton_obstacle(call: RobustCall) -> str | None:
     return None
 
 
-def launch_options(name: str, size: int, element_size: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Block sizes of a kernel, and its number of warps and pipeline stages."""
-    key = (64 if size <= 64 else 128, element_size)
-    block_q, block_k, warps, stages = LAUNCH[name][key]
-    block_d = max(16, 1 << (size - 1).bit_length())
-    return dict(BLOCK_D=block_d, BLOCK_Q=block_q, BLOCK_K=block_k), dict(num_warps=warps, num_stages=stages)
-
-
 class _Call:
     """The arguments that the three kernels share."""
 
-    def __init__(self, q, k, v, m2, parameters, documents, kernel, decay_keys, decay_values) -> None:
-        from . import triton_kernels
+    def __init__(self, q, k, v, m2, parameters, documents, kernel, decay_keys, decay_values, shape_learns) -> None:
+        from . import triton_kernels, triton_tiles
 
-        self.kernels = triton_kernels
-        self.batch, self.heads, self.queries, self.size = q.shape
+        self.kernels, self.tiles = triton_kernels, triton_tiles
+        self.batch, self.heads, self.queries, size = q.shape
         self.groups, self.keys = k.shape[1:3]
+        self.sizes = (64 if size <= 64 else 128, q.element_size())
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        self.q2, k2 = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).square().contiguous() for x in (q, k))
+        q2, k2 = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).square().contiguous() for x in (q, k))
         m2 = None if m2 is None else m2.contiguous()
         documents = None if documents is None else documents.to(torch.int32).contiguous()
-        self.pointers = (q, k, v, self.q2, k2, m2, documents, parameters.contiguous())
         strides = (stride for x in (q, k, v) for stride in x.stride()[:3])
-        self.numbers = (*strides, self.heads, self.queries, self.keys)
+        self.inputs = triton_tiles.Inputs(
+            q, k, v, q2, k2, m2, documents, parameters.contiguous(), *strides, self.heads, self.queries, self.keys
+        )
         precise = "tf32x3" if q.dtype == torch.float32 else "tf32"  # three tf32 products carry 21 of fp32's 24 bits
-        self.switches = dict(
-            GROUP=self.heads // self.groups, SIZE=self.size, KERNEL=kernel, MAGNITUDE=m2 is not None,
-            DECAY_KEYS=decay_keys, DECAY_VALUES=decay_values, DOCUMENTS=documents is not None,
-            PRECISION="interpreted" if INTERPRETED else precise,
+        self.switches: dict[str, Any] = dict(
+            kernel=kernel, decay_keys=decay_keys, decay_values=decay_values, shape_learns=shape_learns, group=self.heads // self.groups, size=size,
+            precision="interpreted" if INTERPRETED else precise, block_d=max(16, 1 << (size - 1).bit_length()),
         )  # fmt: skip
 
-    def launch(self, name: str, *extra: Tensor | None, **switches: bool) -> None:
-        blocks, options = launch_options(name, self.size, self.pointers[0].element_size())
+    def launch(self, name: str, *extra: Tensor | None, **learns: bool) -> None:
+        block_q, block_k, warps, stages = LAUNCH[name][self.sizes]
+        switches = self.tiles.Switches(**self.switches, block_q=block_q, block_k=block_k, **learns)
         programs = self.batch * self.blocks(name) * (self.groups if name == "key" else self.heads)
         run = getattr(self.kernels, f"{name}_kernel")
-        run[(programs,)](*self.pointers, *extra, *self.numbers, **self.switches, **switches, **blocks, **options)
+        run[(programs,)](self.inputs, *extra, switches, num_warps=warps, num_stages=stages)
 
     def blocks(self, name: str) -> int:
-        sizes, _ = launch_options(name, self.size, self.pointers[0].element_size())
-        length, block = (self.keys, "BLOCK_K") if name == "key" else (self.queries, "BLOCK_Q")
-        return -(-length // sizes[block])
+        block_q, block_k, _, _ = LAUNCH[name][self.sizes]
+        return -(-self.keys // block_k) if name == "key" else -(-self.queries // block_q)
 
 
 def _gradient(
     gradients: tuple[Tensor, ...], outputs: tuple[Tensor, ...], given: dict[str, Any], wanted: set[str]
 ) -> dict[str, Tensor]:
-    (d_out, d_log_evidence), (out, log_evidence) = gradients, outputs
-    results = triton_backward(d_out, d_log_evidence, out, log_evidence, *given.values(), "parameters" in wanted)
+    results = triton_backward(*gradients, *outputs, *given.values(), "parameters" in wanted)
     return dict(zip(DIFFERENTIABLE, results))
 
 
 @differentiable("polarlm::triton_forward", _gradient)
 def triton_forward(
     q: Tensor, k: Tensor, v: Tensor, m2: Tensor | None, parameters: Tensor, documents: Tensor | None,
-    kernel: str, decay_keys: bool, decay_values: bool,
+    kernel: str, decay_keys: bool, decay_values: bool, shape_learns: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """v_bar (B,H,T,Dh) and log-evidence (B,H,T); `parameters` (7,H) are the NOISE_ROWS, `m2` (B,S) is m²."""
-    call = _Call(q, k, v, m2, parameters, documents, kernel, decay_keys, decay_values)
-    out, log_evidence = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty_like(call.q2)
-    call.launch("forward", out, log_evidence)
+    call = _Call(q, k, v, m2, parameters, documents, kernel, decay_keys, decay_values, shape_learns)
+    out, log_evidence = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty_like(call.inputs.q2)
+    call.launch("forward", None if m2 is None else m2.amax(1), out, log_evidence)
     return out, log_evidence
 
 
 @triton_forward.traced.register_fake
-def _(q, k, v, m2, parameters, documents, kernel, decay_keys, decay_values):
+def _(q, k, v, m2, parameters, *_options):
     return torch.empty_like(q, memory_format=torch.contiguous_format), parameters.new_empty(q.shape[:3])
 
 
@@ -134,10 +126,10 @@ def _(q, k, v, m2, parameters, documents, kernel, decay_keys, decay_values):
 def triton_backward(
     d_out: Tensor, d_log_evidence: Tensor, out: Tensor, log_evidence: Tensor,
     q: Tensor, k: Tensor, v: Tensor, m2: Tensor | None, parameters: Tensor, documents: Tensor | None,
-    kernel: str, decay_keys: bool, decay_values: bool, noise_learns: bool,
+    kernel: str, decay_keys: bool, decay_values: bool, shape_learns: bool, noise_learns: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, m2 (empty without it) and the parameters (zero unless `noise_learns`)."""
-    call = _Call(q, k, v, m2, parameters, documents, kernel, decay_keys, decay_values)
+    call = _Call(q, k, v, m2, parameters, documents, kernel, decay_keys, decay_values, shape_learns)
     d_out = d_out.contiguous()
     delta = torch.linalg.vecdot(d_out.float(), out.float()) - d_log_evidence  # Σ_j A ∂A − ∂ log-evidence
     upstream = (d_out, log_evidence, delta)
@@ -146,7 +138,7 @@ def triton_backward(
     if kernel == "gaussian" and not noise_learns:
         dq.zero_()
     else:
-        call.launch("query", *upstream, dq, shares, NOISE_LEARNS=noise_learns)
+        call.launch("query", *upstream, dq, shares, noise_learns=noise_learns)
     per_group = None if m2 is None else m2.new_empty(call.batch, call.groups, call.keys)
     call.launch("key", *upstream, dk, dv, per_group)
     d_m2 = q.new_empty(0) if per_group is None else per_group.sum(1)
@@ -178,6 +170,7 @@ def triton_attention(call: RobustCall) -> AttentionOutput:
         call.kernel,
         call.decay_keys and call.kernel != "gaussian",  # the Gaussian kernel does not look at the residual
         call.decay_values,
+        call.kernel != "gaussian" and call.noise.shape(call.kernel).requires_grad,
     )
     m_bar = streaming_radial(call) if call.radial_mode == "own" else None
     return AttentionOutput(v_bar.to(call.v.dtype), log_evidence, m_bar)

@@ -1,164 +1,177 @@
 """Robust attention on a GPU: three Triton kernels, one pass over the keys, nothing of size N×N in memory.
 
-    forward_kernel  a block of queries over its keys: v̄ and log-evidence by online soft-max
+    forward_kernel  a block of queries over its keys: v̄ and log-evidence, weights summed as they come
     query_kernel    a block of queries over its keys: ∂q, and the block's share of the gradient of each noise parameter
     key_kernel      a block of keys over its queries and query heads: ∂k, ∂v, ∂m²
 Every sum has one owner that adds in a fixed order: no atomics, results repeat bit by bit. A query row beyond the end
 gets infinite evidence, hence zero weights. Shapes as in reference.py; launched by triton_backend.py.
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
-from .triton_tiles import LN2, gradients, load_noise, load_rows, log2_1p, product, scores, store_rows
+from .triton_tiles import (
+    LN2,
+    MIN_DECAY2,
+    gradients,
+    load_each,
+    load_noise,
+    load_rows,
+    log2_1p,
+    log2_kernel,
+    product,
+    scores,
+    stop_at,
+    store_rows,
+    weigh,
+)
 
 PARAMETERS = tl.constexpr(7)  # μ, η_k², η_q², σ0², m∞², σ̃², and ν or τ
+# Weights are summed in units of 2^−SHIFT while all sums surely lie between 2^LEAST and 2^MOST: then they, and every
+# weight that counts beside them, are normal fp32 numbers.
+SHIFT, LEAST, MOST = tl.constexpr(64.0), tl.constexpr(-144.0), tl.constexpr(46.0)
+
+# A block of queries of one head: row of (B,H), its number of all, indices, positions among the keys, whether they exist,
+# q, ‖q‖², documents, the head's noise, and the key before which the last one sees all.
+Queries = namedtuple("Queries", "row batch head block blocks i at valid tile q2 document noise end")
 
 
 @triton.jit
-def forward_kernel(
-    q, k, v, q2, k2, m2, documents, parameters, out, log_evidence,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, heads, queries, keys,
-    GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    KERNEL: tl.constexpr, MAGNITUDE: tl.constexpr, DECAY_KEYS: tl.constexpr, DECAY_VALUES: tl.constexpr,
-    DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    blocks = tl.cdiv(queries, BLOCK_Q)
+def begin(x, S: tl.constexpr):
+    """The block of queries that this program owns."""
+    blocks = tl.cdiv(x.queries, S.block_q)
     block = blocks - 1 - tl.program_id(0) % blocks  # the longest first
-    row = (tl.program_id(0) // blocks).to(tl.int64)  # of (B,H)
-    batch, head = row // heads, row % heads
-    first = keys - queries  # position of the first query
-    i = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    valid = i < queries
-    q_tile = load_rows(q + batch * q_b + head * q_h, i, q_t, valid, SIZE, BLOCK_D)
-    q2_rows = tl.load(q2 + row * queries + i, mask=valid, other=0.0)[:, None]
-    k += batch * k_b + head // GROUP * k_h
-    v += batch * v_b + head // GROUP * v_h
-    k2 += row // GROUP * keys
-    mu, slope, floor, eta_q2, m_inf2, shape = load_noise(parameters, head, heads)
-    position = (first + i).to(tl.float32)[:, None]
-    q_document = q2_rows
-    if DOCUMENTS:
-        q_document = tl.load(documents + batch * keys + first + i, mask=valid, other=-1)[:, None]
-
-    top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    safe_top, total = tl.zeros([BLOCK_Q], tl.float32), tl.zeros([BLOCK_Q], tl.float32)
-    acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    for start in range(0, tl.minimum(keys, first + (block + 1) * BLOCK_Q), BLOCK_K):
-        j = start + tl.arange(0, BLOCK_K)
-        exists = j < keys
-        k_tile = load_rows(k, j, k_t, exists, SIZE, BLOCK_D)
-        k2_columns = tl.load(k2 + j, mask=exists, other=0.0)[None, :]
-        k_document, m2_columns = k2_columns, k2_columns
-        if MAGNITUDE:
-            m2_columns = tl.load(m2 + batch * keys + j, mask=exists, other=1.0)[None, :]
-        if DOCUMENTS:
-            k_document = tl.load(documents + batch * keys + j, mask=exists, other=-1)[None, :]
-        dots = product(q_tile, tl.trans(k_tile), PRECISION)
-        decay, _, numerator, inverse, _, _, _, _, log2_weight = scores(
-            dots, position - j.to(tl.float32)[None, :], q2_rows, k2_columns, m2_columns, q_document, k_document,
-            mu, slope, floor, eta_q2, m_inf2, shape, SIZE, KERNEL, MAGNITUDE, DECAY_KEYS, DOCUMENTS,
-        )  # fmt: skip
-        # The maximum is taken without κ, whose range is small against that of fp32.
-        new_top = tl.maximum(top, tl.max(log2_weight, 1))
-        safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing of the row's document seen yet
-        weights = numerator * inverse * tl.exp2(log2_weight - safe_top[:, None])
-        rescale = tl.exp2(top - safe_top)
-        total = total * rescale + tl.sum(weights, 1)
-        if DECAY_VALUES:
-            weights = weights * decay
-        v_tile = load_rows(v, j, v_t, exists, SIZE, BLOCK_D)
-        acc = acc * rescale[:, None] + product(weights.to(v_tile.dtype), v_tile, PRECISION)
-        top = new_top
-    total = tl.where(valid, total, 1.0)
-    store_rows(out + row * queries * SIZE, i, SIZE, valid, acc / total[:, None], SIZE, BLOCK_D)
-    tl.store(log_evidence + row * queries + i, (safe_top + tl.log2(total)) * LN2, mask=valid)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    batch, head = row // x.heads, row % x.heads
+    i = block * S.block_q + tl.arange(0, S.block_q)
+    at, valid = x.keys - x.queries + i, i < x.queries  # the queries are the last of the keys
+    tile = load_rows(x.q + batch * x.q_b + head * x.q_h, i, x.q_t, valid, S)
+    q2, document = load_each(x.q2, row * x.queries, i, valid, 0.0, 1), load_each(x.documents, batch * x.keys, at, valid, -1, 1)
+    end = tl.minimum(x.keys, x.keys - x.queries + (block + 1) * S.block_q)
+    return Queries(row, batch, head, block, blocks, i, at, valid, tile, q2, document, load_noise(x, head), end)
 
 
 @triton.jit
-def query_kernel(
-    q, k, v, q2, k2, m2, documents, parameters, d_out, log_evidence, delta, dq, d_parameters,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, heads, queries, keys,
-    GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    KERNEL: tl.constexpr, MAGNITUDE: tl.constexpr, DECAY_KEYS: tl.constexpr, DECAY_VALUES: tl.constexpr,
-    DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
-    NOISE_LEARNS: tl.constexpr,
-):  # fmt: skip
-    blocks = tl.cdiv(queries, BLOCK_Q)
-    block = blocks - 1 - tl.program_id(0) % blocks
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    batch, head = row // heads, row % heads
-    first = keys - queries
-    i = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    valid = i < queries
-    q_tile = load_rows(q + batch * q_b + head * q_h, i, q_t, valid, SIZE, BLOCK_D)
-    d_out_tile = load_rows(d_out + row * queries * SIZE, i, SIZE, valid, SIZE, BLOCK_D)
-    q2_rows = tl.load(q2 + row * queries + i, mask=valid, other=0.0)[:, None]
-    evidence = tl.load(log_evidence + row * queries + i, mask=valid, other=float("inf"))[:, None]
-    delta_rows = tl.load(delta + row * queries + i, mask=valid, other=0.0)[:, None]
-    k += batch * k_b + head // GROUP * k_h
-    v += batch * v_b + head // GROUP * v_h
-    k2 += row // GROUP * keys
-    mu, slope, floor, eta_q2, m_inf2, shape = load_noise(parameters, head, heads)
-    position = (first + i).to(tl.float32)[:, None]
-    q_document = q2_rows
-    if DOCUMENTS:
-        q_document = tl.load(documents + batch * keys + first + i, mask=valid, other=-1)[:, None]
+def values(x, own, start, S: tl.constexpr):
+    """Rows of v from `start` on."""
+    j = start + tl.arange(0, S.block_k)
+    return load_rows(x.v + own.batch * x.v_b + own.head // S.group * x.v_h, j, x.v_t, j < x.keys, S)
 
-    acc, d_q2 = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32), tl.zeros([BLOCK_Q], tl.float32)
+
+@triton.jit
+def meet(x, own, j, exists, AXIS: tl.constexpr, S: tl.constexpr):
+    """Rows, ‖k‖², m² and documents of keys j."""
+    k_tile = load_rows(x.k + own.batch * x.k_b + own.head // S.group * x.k_h, j, x.k_t, exists, S)
+    k2 = load_each(x.k2, own.row // S.group * x.keys, j, exists, 0.0, AXIS)
+    m2 = load_each(x.m2, own.batch * x.keys, j, exists, 1.0, AXIS)
+    return k_tile, k2, m2, load_each(x.documents, own.batch * x.keys, j, exists, -1, AXIS)
+
+
+@triton.jit
+def pairs_from(x, own, start, S: tl.constexpr):
+    """Keys from `start` on: their rows, ‖k‖² and m², dot products and lags with the queries, and all of the pairs."""
+    j = start + tl.arange(0, S.block_k)
+    k_tile, k2, m2, document = meet(x, own, j, j < x.keys, 0, S)
+    dots = product(own.tile, tl.trans(k_tile), S)
+    lag = (own.at[:, None] - j[None, :]).to(tl.float32)
+    return k_tile, k2, m2, dots, lag, scores(x, dots, lag, own.q2, k2, m2, own.document, document, own.noise, S)
+
+
+@triton.jit
+def sums_leave_range(x, own, largest_m2, S: tl.constexpr):
+    """Whether a row's sum may lie outside [2^LEAST, 2^MOST].
+
+    It holds the own pair's weight; and no κ exceeds that of the largest magnitude at one end of E², where it is monotonous.
+    """
+    noise = own.noise
+    k_tile, k2, m2, document = meet(x, own, own.at, own.valid, 1, S)
+    dots = tl.sum(own.tile.to(tl.float32) * k_tile.to(tl.float32), 1)[:, None]
+    self = scores(x, dots, dots * 0, own.q2, k2, m2, document, document, noise, S)
+    least = tl.log2(self.kappa) + log2_kernel(self.y, noise.shape, S)
+    near, far = 1 / (noise.slope + noise.floor), 1 / (noise.slope * MIN_DECAY2 + noise.floor)
+    if x.m2 is not None:
+        largest = tl.load(largest_m2 + own.batch)
+        near, far = near * (largest + noise.m_inf2), far * (largest * MIN_DECAY2 + noise.m_inf2)
+    too_small = tl.min(tl.min(tl.where(own.valid[:, None], least, 0.0), 1), 0) < LEAST
+    return too_small | (tl.log2(x.keys * tl.maximum(near, far)) > MOST)
+
+
+@triton.jit
+def forward_kernel(x, largest_m2, out, log_evidence, S: tl.constexpr):
+    own = begin(x, S)
+    shape = own.noise.shape
+    # Only where sums could leave the range of fp32 is a row's largest weight found first, to sum relative to it.
+    leaves = sums_leave_range(x, own, largest_m2, S)
+    top = tl.full([S.block_q, 1], float("-inf"), tl.float32)
+    for start in range(0, tl.where(leaves, own.end, 0), S.block_k):
+        _, _, _, _, _, pairs = pairs_from(x, own, start, S)
+        logits = tl.where(pairs.kappa > 0, tl.log2(pairs.kappa) + log2_kernel(pairs.y, shape, S), top)
+        top = tl.maximum(top, tl.max(logits, 1)[:, None])
+    log2_scale = tl.where(own.valid[:, None], tl.where(leaves, -top, SHIFT), SHIFT)
+
+    total, acc = tl.full([S.block_q], 0.0, tl.float32), tl.full([S.block_q, S.block_d], 0.0, tl.float32)
+    for SQUARES in tl.static_range(2 if S.forms == 2 else 1):
+        for start in range(0, stop_at(own.end, shape, S, SQUARES), S.block_k):
+            _, _, _, _, _, pairs = pairs_from(x, own, start, S)
+            weights = weigh(pairs, log2_scale, shape, S, SQUARES)
+            total += tl.sum(weights, 1)
+            if S.decay_values:
+                weights = weights * pairs.decay
+            v_tile = values(x, own, start, S)
+            acc += product(weights.to(v_tile.dtype), v_tile, S)
+    sums = tl.where(own.valid, total, 1.0)[:, None]
+    store_rows(out + own.row * x.queries * S.size, own.i, own.valid, acc / sums, S)
+    at = log_evidence + own.row * x.queries + own.i[:, None]
+    tl.store(at, (tl.log2(sums) - log2_scale) * LN2, mask=own.valid[:, None])
+
+
+@triton.jit
+def query_kernel(x, d_out, log_evidence, delta, dq, d_parameters, S: tl.constexpr):
+    own = begin(x, S)
+    noise, row = own.noise, own.row * x.queries
+    d_out_tile = load_rows(d_out + row * S.size, own.i, S.size, own.valid, S)
+    evidence = load_each(log_evidence, row, own.i, own.valid, float("inf"), 1)
+    delta_rows = load_each(delta, row, own.i, own.valid, 0.0, 1)
+
+    acc, d_q2 = tl.full([S.block_q, S.block_d], 0.0, tl.float32), tl.full([S.block_q], 0.0, tl.float32)
     d_mu, d_eta_k2, d_eta_q2, d_floor, d_m_inf2, d_shape = d_q2, d_q2, d_q2, d_q2, d_q2, d_q2
-    for start in range(0, tl.minimum(keys, first + (block + 1) * BLOCK_Q), BLOCK_K):
-        j = start + tl.arange(0, BLOCK_K)
-        exists = j < keys
-        k_tile = load_rows(k, j, k_t, exists, SIZE, BLOCK_D)
-        k2_columns = tl.load(k2 + j, mask=exists, other=0.0)[None, :]
-        k_document, m2_columns = k2_columns, k2_columns
-        if MAGNITUDE:
-            m2_columns = tl.load(m2 + batch * keys + j, mask=exists, other=1.0)[None, :]
-        if DOCUMENTS:
-            k_document = tl.load(documents + batch * keys + j, mask=exists, other=-1)[None, :]
-        # Both products first: what follows then needs few registers per pair.
-        dots = product(q_tile, tl.trans(k_tile), PRECISION)
-        d_weights = product(d_out_tile, tl.trans(load_rows(v, j, v_t, exists, SIZE, BLOCK_D)), PRECISION)
-        lag = position - j.to(tl.float32)[None, :]
-        decay, decay2, numerator, inverse, inverse_query, free, r2, y, log2_weight = scores(
-            dots, lag, q2_rows, k2_columns, m2_columns, q_document, k_document,
-            mu, slope, floor, eta_q2, m_inf2, shape, SIZE, KERNEL, MAGNITUDE, DECAY_KEYS, DOCUMENTS,
-        )  # fmt: skip
-        applied, g, d_r2, gated, steepness = gradients(
-            decay, numerator, inverse, free, r2, y, log2_weight, d_weights, evidence, delta_rows, shape,
-            SIZE, KERNEL, DECAY_VALUES,
-        )  # fmt: skip
-        if NOISE_LEARNS:
-            d_numerator = (g - gated) / numerator
-            d_variance_query = gated * inverse_query
-            d_variance = d_variance_query - g * inverse
-            d_log_decay2 = d_variance * slope * decay2
-            if MAGNITUDE:
-                d_m_inf2 += tl.sum(d_numerator, 1)
-                d_log_decay2 += d_numerator * m2_columns * decay2
-            if DECAY_VALUES:
-                d_log_decay2 += 0.5 * applied * d_weights
-            if DECAY_KEYS:
-                d_log_decay2 += d_r2 * decay * (decay * k2_columns - dots)
-            d_mu -= 2 * tl.sum(lag * d_log_decay2, 1)
-            d_eta_k2 += tl.sum(d_variance * decay2, 1)
-            d_eta_q2 += tl.sum(d_variance_query, 1)
-            d_floor += tl.sum(d_variance, 1)
-            if KERNEL == "student":
-                d_shape += tl.sum(g * (steepness * y * (1 / shape) - log2_1p(y) * LN2), 1)
-            elif KERNEL == "exponential":
-                d_shape += tl.sum(g * y * (1 / shape), 1)
-        # ∂q = 2 Σ_j ∂R²(q − E'k): both terms take the same rounded ∂R², so that what cancels still cancels in bf16.
-        d_r2 = d_r2.to(k_tile.dtype)
-        d_q2 += tl.sum(d_r2.to(tl.float32), 1)
-        if DECAY_KEYS:
-            d_r2 = (d_r2.to(tl.float32) * decay).to(k_tile.dtype)
-        acc += product(d_r2, k_tile, PRECISION)
-    dq_tile = 2 * (d_q2[:, None] * q_tile.to(tl.float32) - acc)
-    store_rows(dq + row * queries * SIZE, i, SIZE, valid, dq_tile, SIZE, BLOCK_D)
-    if NOISE_LEARNS:
-        at = d_parameters + (row * blocks + block) * PARAMETERS
+    for SQUARES in tl.static_range(2 if S.forms == 2 else 1):
+        for start in range(0, stop_at(own.end, noise.shape, S, SQUARES), S.block_k):
+            d_weights = product(d_out_tile, tl.trans(values(x, own, start, S)), S)
+            k_tile, k2, m2, dots, lag, pairs = pairs_from(x, own, start, S)
+            applied, g, d_r2, gated, steepness = gradients(
+                pairs, d_weights, evidence, delta_rows, noise.shape, S, SQUARES
+            )
+            if S.noise_learns:
+                d_numerator = (g - gated) / pairs.numerator
+                d_variance_query = gated * pairs.inverse_query
+                d_variance = d_variance_query - g * pairs.inverse
+                d_log_decay2 = d_variance * noise.slope * pairs.decay2
+                if x.m2 is not None:
+                    d_m_inf2 += tl.sum(d_numerator, 1)
+                    d_log_decay2 += d_numerator * m2 * pairs.decay2
+                if S.decay_values:
+                    d_log_decay2 += 0.5 * applied * d_weights
+                if S.decay_keys:
+                    d_log_decay2 += d_r2 * pairs.decay * (pairs.decay * k2 - dots)
+                d_mu -= 2 * tl.sum(lag * d_log_decay2, 1)
+                d_eta_k2 += tl.sum(d_variance * pairs.decay2, 1)
+                d_eta_q2 += tl.sum(d_variance_query, 1)
+                d_floor += tl.sum(d_variance, 1)
+            if S.shape_learns:
+                by_y = g * steepness * pairs.y * (1 / noise.shape)
+                d_shape += tl.sum(by_y - g * log2_1p(pairs.y) * LN2 if S.kernel == "student" else by_y, 1)
+            # ∂q = 2 Σ_j ∂R²(q − E'k): both terms take the same rounded ∂R², so that what cancels still cancels in bf16.
+            d_r2 = d_r2.to(k_tile.dtype)
+            d_q2 += tl.sum(d_r2.to(tl.float32), 1)
+            if S.decay_keys:
+                d_r2 = (d_r2.to(tl.float32) * pairs.decay).to(k_tile.dtype)
+            acc += product(d_r2, k_tile, S)
+    store_rows(dq + row * S.size, own.i, own.valid, 2 * (d_q2[:, None] * own.tile.to(tl.float32) - acc), S)
+    if S.noise_learns:
+        at = d_parameters + (own.row * own.blocks + own.block) * PARAMETERS
         tl.store(at, tl.sum(d_mu, 0))
         tl.store(at + 1, tl.sum(d_eta_k2, 0))
         tl.store(at + 2, tl.sum(d_eta_q2, 0))
@@ -169,68 +182,53 @@ def query_kernel(
 
 
 @triton.jit
-def key_kernel(
-    q, k, v, q2, k2, m2, documents, parameters, d_out, log_evidence, delta, dk, dv, d_m2,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, heads, queries, keys,
-    GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    KERNEL: tl.constexpr, MAGNITUDE: tl.constexpr, DECAY_KEYS: tl.constexpr, DECAY_VALUES: tl.constexpr,
-    DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    blocks = tl.cdiv(keys, BLOCK_K)
+def key_kernel(x, d_out, log_evidence, delta, dk, dv, d_m2, S: tl.constexpr):
+    blocks = tl.cdiv(x.keys, S.block_k)
     block = tl.program_id(0) % blocks
     row = (tl.program_id(0) // blocks).to(tl.int64)  # of (B,G)
-    groups = heads // GROUP
+    groups = x.heads // S.group
     batch, group = row // groups, row % groups
-    first = keys - queries
-    j = block * BLOCK_K + tl.arange(0, BLOCK_K)
-    exists = j < keys
-    k_tile = load_rows(k + batch * k_b + group * k_h, j, k_t, exists, SIZE, BLOCK_D)
-    v_tile = load_rows(v + batch * v_b + group * v_h, j, v_t, exists, SIZE, BLOCK_D)
-    k2_rows = tl.load(k2 + row * keys + j, mask=exists, other=0.0)[:, None]
-    k_document, m2_rows = k2_rows, k2_rows
-    if MAGNITUDE:
-        m2_rows = tl.load(m2 + batch * keys + j, mask=exists, other=1.0)[:, None]
-    if DOCUMENTS:
-        k_document = tl.load(documents + batch * keys + j, mask=exists, other=-1)[:, None]
+    first = x.keys - x.queries
+    j = block * S.block_k + tl.arange(0, S.block_k)
+    exists = j < x.keys
+    k_tile = load_rows(x.k + batch * x.k_b + group * x.k_h, j, x.k_t, exists, S)
+    v_tile = load_rows(x.v + batch * x.v_b + group * x.v_h, j, x.v_t, exists, S)
+    k2, m2 = load_each(x.k2, row * x.keys, j, exists, 0.0, 1), load_each(x.m2, batch * x.keys, j, exists, 1.0, 1)
+    document = load_each(x.documents, batch * x.keys, j, exists, -1, 1)
 
-    d_value, d_key = tl.zeros([BLOCK_K, BLOCK_D], tl.float32), tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-    d_k2, d_magnitude = tl.zeros([BLOCK_K], tl.float32), tl.zeros([BLOCK_K], tl.float32)
-    for head in range(group * GROUP, (group + 1) * GROUP):
-        query_row = (batch * heads + head) * queries
-        mu, slope, floor, eta_q2, m_inf2, shape = load_noise(parameters, head, heads)
-        for start in range(tl.maximum(block * BLOCK_K - first, 0) // BLOCK_Q * BLOCK_Q, queries, BLOCK_Q):
-            i = start + tl.arange(0, BLOCK_Q)
-            valid = i < queries
-            q_tile = load_rows(q + batch * q_b + head * q_h, i, q_t, valid, SIZE, BLOCK_D)
-            d_out_tile = load_rows(d_out + query_row * SIZE, i, SIZE, valid, SIZE, BLOCK_D)
-            q2_columns = tl.load(q2 + query_row + i, mask=valid, other=0.0)[None, :]
-            evidence = tl.load(log_evidence + query_row + i, mask=valid, other=float("inf"))[None, :]
-            delta_columns = tl.load(delta + query_row + i, mask=valid, other=0.0)[None, :]
-            q_document = q2_columns
-            if DOCUMENTS:
-                q_document = tl.load(documents + batch * keys + first + i, mask=valid, other=-1)[None, :]
-            dots = product(k_tile, tl.trans(q_tile), PRECISION)  # (keys, queries)
-            d_weights = product(v_tile, tl.trans(d_out_tile), PRECISION)
-            lag = (first + i).to(tl.float32)[None, :] - j.to(tl.float32)[:, None]
-            decay, decay2, numerator, inverse, _, free, r2, y, log2_weight = scores(
-                dots, lag, q2_columns, k2_rows, m2_rows, q_document, k_document,
-                mu, slope, floor, eta_q2, m_inf2, shape, SIZE, KERNEL, MAGNITUDE, DECAY_KEYS, DOCUMENTS,
-            )  # fmt: skip
-            applied, g, d_r2, gated, _ = gradients(
-                decay, numerator, inverse, free, r2, y, log2_weight, d_weights, evidence, delta_columns, shape,
-                SIZE, KERNEL, DECAY_VALUES,
-            )  # fmt: skip
-            d_value += product(applied.to(d_out_tile.dtype), d_out_tile, PRECISION)
-            if MAGNITUDE:
-                d_magnitude += tl.sum((g - gated) / numerator * decay2, 1)
-            if KERNEL != "gaussian":  # ∂k = 2 Σ_i ∂R² E'(E'k − q)
-                if DECAY_KEYS:
-                    d_r2 = d_r2 * decay
-                d_r2 = d_r2.to(q_tile.dtype)
-                d_key += product(d_r2, q_tile, PRECISION)
-                d_k2 += tl.sum(d_r2.to(tl.float32) * decay if DECAY_KEYS else d_r2.to(tl.float32), 1)
-    dk_tile = 2 * (d_k2[:, None] * k_tile.to(tl.float32) - d_key)
-    store_rows(dk + row * keys * SIZE, j, SIZE, exists, dk_tile, SIZE, BLOCK_D)
-    store_rows(dv + row * keys * SIZE, j, SIZE, exists, d_value, SIZE, BLOCK_D)
-    if MAGNITUDE:
-        tl.store(d_m2 + row * keys + j, d_magnitude, mask=exists)
+    d_value, d_key = tl.full([S.block_k, S.block_d], 0.0, tl.float32), tl.full([S.block_k, S.block_d], 0.0, tl.float32)
+    d_k2, d_magnitude = tl.full([S.block_k], 0.0, tl.float32), tl.full([S.block_k], 0.0, tl.float32)
+    begins = tl.maximum(block * S.block_k - first, 0) // S.block_q * S.block_q
+    for head in range(group * S.group, (group + 1) * S.group):
+        query_row = (batch * x.heads + head) * x.queries
+        noise = load_noise(x, head)
+        for SQUARES in tl.static_range(2 if S.forms == 2 else 1):
+            for start in range(begins, stop_at(x.queries, noise.shape, S, SQUARES), S.block_q):
+                i = start + tl.arange(0, S.block_q)
+                valid = i < x.queries
+                q_tile = load_rows(x.q + batch * x.q_b + head * x.q_h, i, x.q_t, valid, S)
+                d_out_tile = load_rows(d_out + query_row * S.size, i, S.size, valid, S)
+                dots = product(k_tile, tl.trans(q_tile), S)  # (keys, queries)
+                d_weights = product(v_tile, tl.trans(d_out_tile), S)
+                q2 = load_each(x.q2, query_row, i, valid, 0.0, 0)
+                q_document = load_each(x.documents, batch * x.keys, first + i, valid, -1, 0)
+                lag = ((first + i)[None, :] - j[:, None]).to(tl.float32)
+                pairs = scores(x, dots, lag, q2, k2, m2, q_document, document, noise, S)
+                evidence = load_each(log_evidence, query_row, i, valid, float("inf"), 0)
+                delta_columns = load_each(delta, query_row, i, valid, 0.0, 0)
+                applied, g, d_r2, gated, _ = gradients(
+                    pairs, d_weights, evidence, delta_columns, noise.shape, S, SQUARES
+                )
+                d_value += product(applied.to(d_out_tile.dtype), d_out_tile, S)
+                if x.m2 is not None:
+                    d_magnitude += tl.sum((g - gated) / pairs.numerator * pairs.decay2, 1)
+                if S.kernel != "gaussian":  # ∂k = 2 Σ_i ∂R² E'(E'k − q)
+                    if S.decay_keys:
+                        d_r2 = d_r2 * pairs.decay
+                    d_r2 = d_r2.to(q_tile.dtype)
+                    d_key += product(d_r2, q_tile, S)
+                    d_k2 += tl.sum(d_r2.to(tl.float32) * pairs.decay if S.decay_keys else d_r2.to(tl.float32), 1)
+    store_rows(dk + row * x.keys * S.size, j, exists, 2 * (d_k2[:, None] * k_tile.to(tl.float32) - d_key), S)
+    store_rows(dv + row * x.keys * S.size, j, exists, d_value, S)
+    if x.m2 is not None:
+        tl.store(d_m2 + row * x.keys + j, d_magnitude, mask=exists)

@@ -28,7 +28,7 @@ class Case:
         tensors = {name: getattr(self, name) for name in ("q", "k", "v", "magnitude")}
         for part, noise in (("noise", self.noise), ("radial", self.radial)):
             tensors |= {f"{part}.{f.name}": getattr(noise, f.name) for f in dataclasses.fields(noise)}
-        return {name: leaf for name, leaf in tensors.items() if leaf is not None}
+        return {name: leaf for name, leaf in tensors.items() if leaf is not None and leaf.requires_grad}
 
 
 def make_case(

@@ -3,14 +3,19 @@
 Few heads and short sequences: the interpreter needs about 20 ms per tile.
 """
 
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
-from cases import assert_same, make_case, run
+from cases import Case, assert_same, make_case, run
+from triton.runtime import interpreter
 
-from polarlm.attention.kernels import robust_attention, triton_backend
+from polarlm.attention.kernels import robust_attention, triton_backend, triton_kernels
 from polarlm.attention.kernels.noise import NOISE_ROWS
 from polarlm.errors import UserError
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about pairs that are masked
 SMALL = dict(batch=1, heads=2, groups=1, dtype=torch.float32)
 
 
@@ -36,7 +41,7 @@ def test_every_switch(kernel, magnitude, decay_keys, decay_values):
     assert_same(case, "triton", 2e-4, kernel=kernel, decay_keys=decay_keys, decay_values=decay_values)
 
 
-@pytest.mark.parametrize("length", [1, 63, 257])
+@pytest.mark.parametrize("length", [1, 63, 97])
 def test_odd_lengths(length):
     case = make_case(queries=length, size=16, **SMALL | dict(heads=1))
     assert_same(case, "triton", 2e-4, kernel="student", radial_mode="own")
@@ -76,6 +81,64 @@ def test_head_sizes_that_are_no_power_of_two_and_views_that_are_not_contiguous()
         x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (case.q, case.k, case.v)
     )
     assert_same(case, "triton", 2e-4, kernel="student")
+
+
+@pytest.mark.parametrize("nu", [1.0, 3.0, 7.0, 3.5])
+def test_a_frozen_power_by_squaring_and_heads_that_differ(nu):
+    case = make_case(queries=19, **SMALL)
+    case.noise.nu.requires_grad_(False)[0] = nu  # the other head keeps a ν of its own
+    assert_same(case, "triton", 2e-4, kernel="student", decay_values=True)
+
+
+# log2 of the smallest and largest sum of a row: well inside, on both sides of the borders of what is summed without a
+# maximum (−144 and 46), and beyond what fp32 could hold at all (−149).
+@pytest.mark.parametrize(
+    ("kernel", "shape", "learned", "factor", "crowd", "least", "most"),
+    [
+        ("student", 7.0, False, 1e2, 1.0, -83, -53),
+        ("student", 7.0, False, 1e2, 1e14, -83, 29),  # the largest κ alone is beyond 2^64
+        ("student", 12.0, True, 1e3, 1.0, -129, -80),
+        ("student", 14.0, True, 1e3, 1.0, -149, -92),
+        ("student", 60.0, False, 1e3, 1.0, -549, -317),
+        ("exponential", 1.0, True, 2.0, 1.0, -139, 1),
+        ("exponential", 1.0, True, 8.0, 1.0, -2295, -16),
+        ("gaussian", 1.0, True, 1.0, 1e8, 3, 56),
+        ("gaussian", 1.0, True, 1.0, 1e17, 3, 115),
+    ],
+)
+def test_sums_of_any_size(kernel, shape, learned, factor, crowd, least, most):
+    """Against float64: in fp32 the reference itself is right only as far as its logits are."""
+    torch.manual_seed(0)
+    case = make_case(**SMALL | dict(queries=19, dtype=torch.float64))
+    with torch.no_grad():
+        case.noise.nu.fill_(shape), case.noise.tau.fill_(shape), case.noise.mu.fill_(0.01)
+        case.noise.nu.requires_grad_(learned)
+        case.magnitude *= factor
+        case.magnitude[:, -4] *= crowd
+        case.k[:] = -case.q[:, :1]  # the own key is the farthest
+    sums = run(case, "reference", kernel=kernel)[0]["log_evidence"] / np.log(2)
+    assert (sums.min().item(), sums.max().item()) == pytest.approx((least, most), abs=1)
+    assert_same(_single(case), "triton", 1e-3, against=case, kernel=kernel)
+
+
+def test_a_row_does_not_feel_what_comes_after_it():
+    case = make_case(queries=40, **SMALL)
+    before, _ = run(case, "triton", kernel="student")
+    with torch.no_grad():
+        case.magnitude[:, 30:] *= 7
+        case.k[:, :, 30:] *= -1
+    after, _ = run(case, "triton", kernel="student")
+    for name in before:
+        assert torch.equal(before[name][:, :, :30], after[name][:, :, :30]), name
+
+
+def _single(case: Case) -> Case:
+    def narrow(x):
+        if dataclasses.is_dataclass(x):
+            return type(x)(**{name: narrow(value) for name, value in vars(x).items()})
+        return None if x is None else x.detach().float().requires_grad_(x.requires_grad)
+
+    return narrow(case)
 
 
 def test_capped_precision_has_the_reference_gradient():
@@ -119,7 +182,7 @@ def test_frozen_noise_changes_no_other_gradient():
 def test_the_operator_is_one_that_torch_compile_can_trace():
     case = make_case(queries=5, **SMALL)
     parameters = torch.rand(len(NOISE_ROWS), 2) + 0.1
-    arguments = (case.q, case.k, case.v, case.magnitude, parameters, None, "student", False, False)
+    arguments = (case.q, case.k, case.v, case.magnitude, parameters, None, "student", False, False, True)
     torch.library.opcheck(
         triton_backend.triton_forward.traced, arguments, test_utils=("test_schema", "test_faketensor")
     )
@@ -132,3 +195,89 @@ def test_what_it_cannot_do_is_an_error_that_says_why(options, reason):
     case = make_case(queries=5, **SMALL)
     with pytest.raises(UserError, match=reason):
         run(case, "triton", kernel="student", **options)
+
+
+def _addresses(x):
+    """Of every element of a tensor."""
+    at = np.array(x.data_ptr())
+    for length, stride in zip(x.shape, x.stride()):
+        at = at[..., None] + np.arange(length) * stride * x.element_size()
+    return at.ravel()
+
+
+@pytest.fixture
+def guard(monkeypatch):
+    """Kernels may read elements of their arguments only, and write every element of their results exactly once.
+
+    Checked lane by lane at the interpreter's loads and stores; what lies between the rows of a view is no element.
+    """
+    builder, launch = interpreter.InterpreterBuilder, triton_backend._Call.launch
+    load, store = builder.create_masked_load, builder.create_masked_store
+    readable, writable, written, launched = [], [], [], []
+
+    def watched_load(self, pointers, mask, *others):
+        touched = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
+        assert np.isin(touched, readable[-1]).all(), "reads what it was not given"
+        return load(self, pointers, mask, *others)
+
+    def watched_store(self, pointers, value, mask, *others):
+        written.append(pointers.data[np.broadcast_to(mask.data, pointers.data.shape)])
+        assert np.isin(written[-1], writable[-1]).all(), "writes beyond its results"
+        return store(self, pointers, value, mask, *others)
+
+    def watched_launch(self, name, *extra, **learns):
+        results = [x for x in extra[1 if name == "forward" else 3 :] if x is not None]
+        given = [x for x in (*self.inputs, *extra) if isinstance(x, torch.Tensor)]
+        readable.append(np.concatenate([_addresses(x) for x in given if not any(x is y for y in results)]))
+        writable.append(np.sort(np.concatenate([_addresses(x) for x in results])))
+        written.clear()
+        launch(self, name, *extra, **learns)
+        assert np.array_equal(np.sort(np.concatenate(written)), writable[-1]), "writes too little or twice"
+        launched.append(name)
+
+    monkeypatch.setattr(builder, "create_masked_load", watched_load)
+    monkeypatch.setattr(builder, "create_masked_store", watched_store)
+    monkeypatch.setattr(triton_backend._Call, "launch", watched_launch)
+    yield launched
+
+
+def _within_nan(x):
+    """The same numbers as a view with NaN on all sides of every row."""
+    around = torch.full((*x.shape[:-2], x.shape[-2] + 7, x.shape[-1] + 24), torch.nan)
+    view = around[..., 3:-4, 16:-8]
+    view.copy_(x.detach())
+    return view.requires_grad_()
+
+
+GUARDED = dict(batch=2, heads=4, groups=2, queries=21, keys=37, size=12, dtype=torch.float32)
+
+
+def _guarded_case(kernel):
+    case = make_case(**GUARDED)
+    case.q, case.k, case.v = (_within_nan(x) for x in (case.q, case.k, case.v))
+    documents = (torch.arange(37) // 9).expand(2, 37)
+    return case, dict(kernel=kernel, documents=documents, decay_keys=True, decay_values=True)
+
+
+@pytest.mark.parametrize("kernel", ["student", "exponential"])
+def test_only_what_was_given_is_read_and_every_result_is_written_once(guard, kernel):
+    case, options = _guarded_case(kernel)
+    if kernel == "exponential":
+        case.magnitude.data *= 30  # rows whose largest weight is found first
+    assert_same(case, "triton", 2e-3, **options)
+    assert guard == ["forward", "query", "key"]
+
+
+@pytest.mark.parametrize("helper", ["load_rows", "load_each", "store_rows"])
+def test_the_guard_notices_a_missing_mask(guard, monkeypatch, helper):
+    place = {"load_rows": 3, "load_each": 3, "store_rows": 2}[helper]  # of `valid` among the arguments
+    intact = getattr(triton_kernels, helper)
+
+    def careless(*arguments):
+        everything = arguments[place] | ~arguments[place]
+        return intact(*arguments[:place], everything, *arguments[place + 1 :])
+
+    monkeypatch.setattr(triton_kernels, helper, careless)
+    case, options = _guarded_case("student")
+    with pytest.raises(Exception, match="reads what it was not given|writes beyond"):
+        run(case, "triton", **options)
