@@ -205,8 +205,10 @@ class PolarAttention(Mixer):
         frame = CommonFrame(self.frequencies(context))  # step 2
         if self.transport is not None:
             frame = self.transport(seen, frame.turns, self.frequencies, context.cache)
-        q_turned, k_turned = frame.of_queries(q), frame.of_keys(k)
-        v_turned = frame.of_keys(v) if self.rotate_values else v
+        if self.rotate_values:
+            q_turned, k_turned, v_turned = frame.enter(q, k, v)
+        else:
+            (q_turned, k_turned), v_turned = frame.enter(q, k), v
         m_seen = m
         if context.cache is not None:
             k_turned, v_turned, stored = context.cache.append(k_turned, v_turned, m)

@@ -78,7 +78,7 @@ def test_t6_half_a_turn_is_a_householder_reflection():
     mixer.frequencies.one_step = lambda dtype, device: (still[0][:1], still[1][:1])
     frame = mixer.transport(axis, turns, mixer.frequencies, None)
     k = torch.randn(1, 2, 3, 8, dtype=torch.float64)
-    entered = frame.of_keys(k)
+    _, entered = frame.enter(torch.zeros(1, 4, 3, 8, dtype=torch.float64), k)
     unit = torch.nn.functional.normalize(mixer.transport.axes(axis)[0].view(3, 2, 8).transpose(0, 1), dim=-1)
     u, z = to_complex(unit), to_complex(k[0])
     reflected = to_real(z - 2 * u * (u.conj() * z).sum(-1, keepdim=True))
@@ -96,8 +96,9 @@ def test_lengths_and_products_survive_a_long_text(transport):
         turns = mixer.frequencies(TokenContext(rotary_tables(torch.arange(700), 8)))
         frame = mixer.transport(x, turns, mixer.frequencies, None)
         q, k = torch.randn(1, 4, 700, 8), torch.randn(1, 2, 700, 8)
-        torch.testing.assert_close(frame.of_keys(k).norm(dim=-1), k.norm(dim=-1), atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(frame.leave(frame.of_queries(q)), q, atol=1e-4, rtol=1e-4)
+        q_common, k_common = frame.enter(q, k)
+        torch.testing.assert_close(k_common.norm(dim=-1), k.norm(dim=-1), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(frame.leave(q_common), q, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("transport", CONTENT)
@@ -126,7 +127,7 @@ def test_content_costs_flops():
     cost = {kind: mixer_of(kind).flops_per_token(64) for kind in ("rotary", "phases", "unitary")}
     assert cost["phases"] == cost["rotary"] + 2 * WIDTH * 2 * 4
     modes, vectors = 4, 12  # q and v_bar of four heads, k and v of two
-    products = 8 * (2 * (64 * modes + 2 * modes**2) + vectors * (64 * modes + modes**2))
+    products = 8 * (2 * (16 * modes + 2 * modes**2) + vectors * (16 * modes + modes**2))
     assert cost["unitary"] == cost["rotary"] + 2 * WIDTH * 2 * (8 + 1) + products
 
 
