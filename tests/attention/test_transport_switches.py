@@ -41,17 +41,21 @@ def test_t5_without_angles_it_is_rope_bit_for_bit(transport, frequencies):
     assert (led - plain).abs().max() > 0.01
 
 
-def test_t5_estimates_are_sums_of_pairwise_transported_values():
+@pytest.mark.parametrize("transport", CONTENT)
+def test_t5_estimates_are_sums_of_pairwise_transported_values(transport):
     """v_bar_i = sum_j A_ij Phi(i, j) v_j with Phi(i, j) = R_i ... R_{j+1} multiplied out, and so for the scores."""
     x, record = torch.randn(1, 11, WIDTH, dtype=torch.float64), {}
-    mixer = mixer_of("unitary", kernel="exponential", mu=0.0, m_inf=0.0, radial="none").double()
+    mixer = mixer_of(transport, kernel="exponential", mu=0.0, m_inf=0.0, radial="none").double()
     run(mixer, x, record)
     frequencies = rotary_frequencies(8, dtype=torch.float64)
     for h in range(4):
         g = h // 2
-        axes = mixer.transport.axes(x)[0].view(11, 2, 8)[:, g]
-        angles = mixer.transport.angles(x)[0, :, g]
-        steps = local_step(-frequencies.expand(11, -1), axes, angles)  # RoPE's sign
+        if transport == "unitary":
+            axes, angles = mixer.transport.axes(x)[0].view(11, 2, 8)[:, g], mixer.transport.angles(x)[0, :, g]
+            steps = local_step(-frequencies.expand(11, -1), axes, angles)  # RoPE's sign
+        else:  # a token adds its angles to RoPE's, and there is no rank-one part
+            phases = frequencies + mixer.transport.angles(x)[0].view(11, 2, 4)[:, g]
+            steps = local_step(-phases, torch.ones(11, 8, dtype=x.dtype), torch.zeros(11, dtype=x.dtype))
         frames = cumulative_transport(steps)
         v, k, q = (to_complex(record[name][0, n]) for name, n in (("v", g), ("k", g), ("q", h)))
         for i in range(11):

@@ -115,10 +115,9 @@ def _widened(call: RobustCall, kappa: Tensor, kappa_tilde: Tensor) -> tuple[Tens
 
 
 def _sum_gated(real: Tensor, imaginary: Tensor | None, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ_j A g v and Σ_j A g; a complex g multiplies the modes of v."""
-    if imaginary is None:
-        return real @ v, real.sum(-1)
-    return real @ v - imaginary @ quarter_back(v), torch.complex(real.sum(-1), imaginary.sum(-1))
+    """Σ_j A g v and Σ_j A Re g; a complex g multiplies the modes of v."""
+    gated = real @ v if imaginary is None else real @ v - imaginary @ quarter_back(v)
+    return gated, real.sum(-1)
 
 
 def radial_estimate(call: RobustCall) -> Tensor:
