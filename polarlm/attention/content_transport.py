@@ -10,7 +10,7 @@ Angles start at zero, so a fresh block is the rotary one bit for bit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from polarlm.attention.lean import rotate
 from polarlm.attention.mixer import KeyValueCache, MixerShape, split_heads
 from polarlm.geometry.sphere import normalise
 from polarlm.geometry.transport import to_complex, to_real
-from polarlm.geometry.unitary_products import CHUNK, UnitaryProducts, unitary_products
+from polarlm.geometry.unitary_products import UnitaryProducts, chunk_size, unitary_products
 
 TRANSPORTS = ("rotary", "phases", "unitary")
 COMPLEX_FLOPS = 8  # of one complex multiply-add
@@ -32,15 +32,16 @@ class CommonFrame:
     """The way into the frame of comparison and back, for tokens (B, heads, T, Dh)."""
 
     turns: Turns
-    products: UnitaryProducts | None = None  # per key head, (B, G, 1, ...)
+    products: UnitaryProducts | None = None  # per key head, (B, G, ...)
 
-    def of_queries(self, q: Tensor) -> Tensor:
-        """U^dagger q; a query moves with the key head it looks at."""
-        return self._enter(rotate(q, *self.turns.queries))
-
-    def of_keys(self, x: Tensor) -> Tensor:
-        """U^dagger k, U^dagger v."""
-        return self._enter(rotate(x, *self.turns.keys))
+    def enter(self, q: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        """U^dagger q, and U^dagger of vectors of the key heads; a query moves with the key head it looks at."""
+        turned = (rotate(q, *self.turns.queries), *(rotate(x, *self.turns.keys) for x in others))
+        if self.products is None:
+            return turned
+        modes = [self._by_key_head(x) for x in turned]
+        moved = self.products.apply_adjoint(torch.cat(modes, dim=2)).split([x.shape[2] for x in modes], dim=2)
+        return tuple(to_real(x).flatten(1, 2).to(q.dtype) for x in moved)
 
     def leave(self, x: Tensor) -> Tensor:
         """U v_bar of estimates in the common frame, one per query head."""
@@ -52,12 +53,8 @@ class CommonFrame:
         """The queries' rotary tables; where these are not the whole way, also the values v in the common frame."""
         return self.turns.recorded() | ({} if self.products is None else {"v_common": v})
 
-    def _enter(self, x: Tensor) -> Tensor:
-        if self.products is None:
-            return x
-        return to_real(self.products.apply_adjoint(self._by_key_head(x))).flatten(1, 2).to(x.dtype)
-
     def _by_key_head(self, x: Tensor) -> Tensor:
+        """(B, heads, T, Dh) -> complex (B, G, heads per key head, T, Dh/2)."""
         assert self.products is not None
         return to_complex(x.to(self.products.axes.real.dtype)).unflatten(1, (self.products.axes.shape[1], -1))
 
@@ -90,8 +87,7 @@ class ContentTransport(nn.Module):
             )
         if cache is not None:
             cache.running["product"] = products.end
-        axes, duals, starts = (part.unsqueeze(2) for part in (products.axes, products.duals, products.starts))
-        return CommonFrame(turns, replace(products, axes=axes, duals=duals, starts=starts))
+        return CommonFrame(turns, products)
 
     def _turned(self, turns: Turns, angles: Tensor, cache: KeyValueCache | None) -> Turns:
         """Rotary tables with the angles so far added to their phases; by the sum formula, so that 0 adds nothing."""
@@ -112,7 +108,8 @@ class ContentTransport(nn.Module):
         if self.kind == "phases":
             return flops
         modes = self.dim // 2
+        chunk = chunk_size(modes)
         # Gram matrix and triangular solve see half a chunk on average; the chunk's product is spread over its tokens.
-        build = self.groups * (2 * CHUNK // 2 * modes + 2 * modes**2)
-        moved = vectors * (2 * CHUNK // 2 * modes + modes**2)
+        build = self.groups * (chunk * modes + 2 * modes**2)
+        moved = vectors * (chunk * modes + modes**2)
         return flops + COMPLEX_FLOPS * (build + moved)

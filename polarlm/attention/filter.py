@@ -7,6 +7,7 @@ from polarlm.attention.mixer import Record, mean_visible
 
 # Element-wise work per query-key pair and head: two precisions, the residual, the kernel and its logarithm.
 LOGIT_FLOPS = 16
+WIDENING_FLOPS = 5  # of 1/(1/kappa + variance) in logarithms, per pair and head
 
 
 def record_estimate(record: Record, output: AttentionOutput) -> None:
@@ -42,3 +43,8 @@ def gate_flops(context: int, heads: int, head_dim: int, consensus: str, correlat
     if consensus == "complex":  # imaginary parts of residual, correlation and sum
         per_pair += 2 * head_dim * (3 if correlation != "one" else 1)
     return int(mean_visible(context) * heads * per_pair)
+
+
+def widening_flops(context: int, heads: int) -> int:
+    """What a variance that tokens bring along (Appendix G.3) adds per token to one precision of every pair."""
+    return int(mean_visible(context) * heads * WIDENING_FLOPS)

@@ -94,6 +94,7 @@ class Mixer(nn.Module):
 
     pre_norm = True  # False: the block hands over the raw residual stream
     project_stream = "none"  # attention | both: which branches add only what is orthogonal to the stream
+    tie_output = False  # True: W_o is not a matrix of its own but W_v transposed
     rotate_values = False  # True: values are transported like keys; diagnostics compares directions in one frame
     calibrated = True  # False: W_o keeps the scale it was built with
     input_rms = 1.0  # of the stream a fresh model hands over

@@ -20,7 +20,7 @@ from polarlm.attention.additions import HeadGate, ValueResidual
 from polarlm.attention.content_transport import TRANSPORTS, CommonFrame, ContentTransport
 from polarlm.attention.decoding import decode, decoder_for
 from polarlm.attention.estimator import FRACTIONS, Estimator, Value, choice
-from polarlm.attention.filter import gate_flops, record_estimate, robust_flops
+from polarlm.attention.filter import gate_flops, record_estimate, robust_flops, widening_flops
 from polarlm.attention.frequencies import Frequencies
 from polarlm.attention.initialisation import linear
 from polarlm.attention.kernels import (
@@ -48,6 +48,7 @@ from polarlm.attention.polar_switches import (
     OFF,
     UNIT,
     at_least,
+    check_carried,
     check_consensus,
     check_iterations,
     check_lift,
@@ -139,7 +140,9 @@ class PolarAttention(Mixer):
         self.residual_form = check_residual_form(residual_form, kernel)
         self.radial_correlation = choice("radial_correlation", radial_correlation, RADIAL_CORRELATIONS)
         self.retract = check_retraction(retract, projection, norm_values)
-        self.consensus = check_consensus(consensus, CONSENSUS, projection, norm_values, residual_form)
+        self.consensus = check_consensus(
+            consensus, CONSENSUS, projection, norm_values, residual_form, radial_correlation
+        )
         self.uncertainty = check_uncertainty(uncertainty, projection)
         self.projector = cast(Field, choice("projector", projector, ("real", "complex")))
         self.project_stream = choice("project_stream", project_stream, ("none", "attention", "both"))
@@ -160,7 +163,7 @@ class PolarAttention(Mixer):
         self.v = linear(d, groups * size, d**-0.5 if norm_values else shape.initial.hidden(d))
         if not value_weight_decay:  # nothing but m would drift
             self.v.optim_group = "no_decay"  # type: ignore[assignment]
-        self.tie_output = check_tie(tie_output, norm_position, shape.layer)
+        self.tie_output = check_tie(tie_output, norm_position, head_gate, projection, shape.layer)
         self.calibrated = not tie_output
         if tie_output:
             make_orthonormal(self.v)
@@ -178,6 +181,7 @@ class PolarAttention(Mixer):
         values = initial_values(kernel, heads, size, mu_spread, given)
         self.bounded = is_bounded(values)
         check_flow(self.radial_flow, values)
+        check_carried(self.uncertainty, projection, values)
         if not self.pre_norm:
             # Of a fresh model's stream where this layer reads it: embedding plus what came before.
             self.input_rms = math.hypot(shape.stream_std, shape.initial.added_rms(d, shape.layer))
@@ -205,8 +209,10 @@ class PolarAttention(Mixer):
         frame = CommonFrame(self.frequencies(context))  # step 2
         if self.transport is not None:
             frame = self.transport(seen, frame.turns, self.frequencies, context.cache)
-        q_turned, k_turned = frame.of_queries(q), frame.of_keys(k)
-        v_turned = frame.of_keys(v) if self.rotate_values else v
+        if self.rotate_values:
+            q_turned, k_turned, v_turned = frame.enter(q, k, v)
+        else:
+            (q_turned, k_turned), v_turned = frame.enter(q, k), v
         m_seen = m
         if context.cache is not None:
             k_turned, v_turned, stored = context.cache.append(k_turned, v_turned, m)
@@ -285,7 +291,7 @@ class PolarAttention(Mixer):
         return KeyValueCache(batch, self.shape.n_kv_head, length, self.rotary_dim, device, dtype, magnitude=True)
 
     def flops_per_token(self, context: int) -> int:
-        """Projections, robust attention once per reweighting, correlations, gates, and transport by content."""
+        """Projections, robust attention once per reweighting, correlations, gates, variances, content transport."""
         # A tied output is the value projection once more.
         layers = [layer for layer in (self.qk, self.v, self.v if self.tie_output else self.out) if layer is not None]
         correlation = self.radial_correlation if self.radial != "none" else None
@@ -294,6 +300,8 @@ class PolarAttention(Mixer):
         attention += self.head_gate.flops_per_token() if self.head_gate is not None else 0
         gate = self.consensus, self.radial_correlation
         attention += self.irls_steps * gate_flops(context, self.shape.n_head, self.rotary_dim, *gate)
+        widened = sum(name in self.estimator for name in ("widen_q", "widen_k", "widen_k"))  # a key's also kappa
+        attention += self.irls_steps * widened * widening_flops(context, self.shape.n_head)
         if self.transport is not None:  # keys and queries go in, values too and their estimates out again
             moved = (1 + self.rotate_values) * (self.shape.n_head + self.shape.n_kv_head)
             attention += self.transport.flops_per_token(moved)

@@ -12,7 +12,6 @@ from torch import Tensor
 from polarlm.attention.estimator import choice
 from polarlm.errors import UserError
 from polarlm.geometry.sphere import exp_map, geodesic_step, retract
-from polarlm.geometry.transport import to_complex, to_real
 
 RETRACTIONS = ("none", "norm", "exp", "geodesic")
 
@@ -33,13 +32,13 @@ def check_retraction(kind: str, projection: str, norm_values: bool) -> str:
 
 
 def gated_mean(v: Tensor, gated_sum: Tensor, gate: Tensor) -> Tensor:
-    """v + sum_j A g (v_j - v), (B, T, H, Dh), from sum_j A g v_j and the gate's mean sum_j A g (B, T, H).
+    """v + sum_j A (g v_j - Re g v), (B, T, H, Dh), from sum_j A g v_j and the gate's mean sum_j A Re g (B, T, H).
 
-    For one head, and per head, the tangent step is that of sum_j A g v_j (Appendix G.1). Where several heads share one
-    tangency, a gate's mean below 1 in one of them would turn the state between heads with nothing to turn to.
+    For one head, and per head, the tangent step is that of sum_j A g v_j (Appendix G.1): what is taken off lies along
+    v, as an imaginary part times v would not. Where several heads share one tangency, a gate's mean below 1 in one of
+    them would turn the state between heads with nothing to turn to.
     """
-    rest = (1 - gate).unsqueeze(-1)
-    return gated_sum + (to_real(rest * to_complex(v)) if gate.is_complex() else rest * v)
+    return gated_sum + (1 - gate).unsqueeze(-1) * v
 
 
 def directional_step(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from polarlm.attention.estimator import choice
 from polarlm.attention.polar_noise import CARRIED, RADIAL
@@ -42,7 +45,8 @@ def check_radial(radial: str, magnitude: bool, norm_values: bool) -> bool:
 
 def check_iterations(steps: int, kernel: str) -> int:
     """Reweighting needs something to weigh by."""
-    at_least("irls_steps", steps, 1)
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise UserError(f"block.irls_steps is {steps!r}; it must be a whole number of at least 1.")
     if kernel == "gaussian" and steps > 1:
         raise UserError(f"block.irls_steps={steps} needs residuals, and block.kernel=gaussian ignores them.")
     return steps
@@ -58,8 +62,14 @@ def check_transport(transport: str, allowed: tuple[str, ...], kernel: str, rotat
         )
 
 
-def check_tie(tie_output: bool, norm_position: str, layer: int) -> bool:
-    """Whose step is tangent to the stream exactly, and whose only while the norm before it has equal gains."""
+def check_tie(tie_output: bool, norm_position: str, gated: bool, projection: str, layer: int) -> bool:
+    """Whose step is tangent to the stream exactly, and whose only while gains or gates are equal."""
+    if tie_output and gated and projection in ("global", "evidence") and layer == 0:
+        warnings.warn(
+            f"block.head_gate=true with block.tie_output=true: gates that differ turn a step of block.projection="
+            f"{projection} out of the tangent space; block.projection=per_head stays in it",
+            stacklevel=3,
+        )
     if tie_output and norm_position == "both" and layer == 0:
         warnings.warn(
             "block.tie_output=true with block.norm_position=both: the gains of the norm between stream and values make "
@@ -80,8 +90,18 @@ def check_uncertainty(uncertainty: str | bool, projection: str) -> str:
     return kind
 
 
+def check_carried(uncertainty: str, projection: str, values: Mapping[str, Tensor]) -> None:
+    """Precision that damps no step, widens no variance and weighs no head is carried for nothing."""
+    used = any(bool(values[name].any()) for name in ("prior_share", "widen_q", "widen_k"))
+    if uncertainty == "carry" and not used and projection != "evidence":
+        raise UserError(
+            "block.uncertainty=carry has no effect: block.prior_share, block.widen_q and block.widen_k are all 0, and "
+            f"block.projection={projection} asks for no evidence; make one positive, or set block.uncertainty=none."
+        )
+
+
 def check_consensus(
-    consensus: str | bool, allowed: tuple[str, ...], projection: str, norm_values: bool, form: str
+    consensus: str | bool, allowed: tuple[str, ...], projection: str, norm_values: bool, form: str, correlation: str
 ) -> str:
     """Appendix G.1 is a step along the sphere, weighed by angles."""
     kind = choice("consensus", consensus, allowed, OFF)
@@ -94,6 +114,11 @@ def check_consensus(
         )
     if form != "full":
         raise UserError(f"block.consensus={kind} has a residual of its own; set block.residual_form=full, not {form}.")
+    if kind == "complex" and correlation == "qk":  # even a token that hears only itself would turn by that phase
+        raise UserError(
+            "block.consensus=complex needs the phase between two states, and a token's query and key differ in phase "
+            "already; set block.radial_correlation=vv or one, or block.consensus=gate."
+        )
     return kind
 
 

@@ -45,7 +45,9 @@ class Prior:
 
         Evidence is counted as (i+1)^-gamma of itself: what many tokens say is not independent.
         """
-        index = _token_index(context, v.shape[1], v.device)
+        if context.positions is None:
+            raise ValueError("block.uncertainty=carry needs TokenContext.positions")
+        index = torch.atleast_2d(context.positions)  # how many tokens of its document stand before each
         discount = self.parameters["context_power"] * (index + 1).to(log_evidence.dtype).log()[..., None]
         log_posterior, step = covariance_intersection(
             self.log_precision, log_evidence - discount, self.parameters["prior_share"]
@@ -79,16 +81,6 @@ def remembered(context: TokenContext, log_variance: Tensor | None) -> Tensor | N
     together = log_variance if before is None else torch.cat((before, log_variance), dim=-1)
     context.cache.running["key_variance"] = together
     return together
-
-
-def _token_index(context: TokenContext, tokens: int, device: torch.device) -> Tensor:
-    """How many tokens of its document stand before each, (B or 1, T)."""
-    if context.positions is not None:
-        return torch.atleast_2d(context.positions)
-    if context.documents is not None:
-        raise ValueError("block.uncertainty=carry with documents needs TokenContext.positions")
-    stop = tokens if context.cache is None else context.cache.length  # which has taken these tokens already
-    return torch.arange(stop - tokens, stop, device=device)[None]
 
 
 def _key(layer: int) -> str:

@@ -11,6 +11,7 @@ from polarlm.attention.frequencies import Turns
 from polarlm.attention.lean import rotate
 from polarlm.attention.mixer import MixerShape, TokenContext
 from polarlm.attention.standard import StandardAttention
+from polarlm.errors import UserError
 
 GAMMA = 0.4  # the published shift
 
@@ -26,6 +27,8 @@ class XPosAttention(StandardAttention):
 
     def __init__(self, shape: MixerShape, *, scale: float = 512.0, **standard: Any) -> None:
         super().__init__(shape, **standard)
+        if not scale > 0:
+            raise UserError(f"block.scale is {scale}; it must be positive: tokens over which a mode fades by zeta.")
         modes = shape.head_dim // 2
         # Our modes run from fast to slow, as the paper's do.
         zeta = (torch.arange(modes, dtype=torch.float64) / modes + GAMMA) / (1 + GAMMA)

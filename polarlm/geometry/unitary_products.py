@@ -6,7 +6,7 @@ Inside a chunk the product has the compact form Q_t = I - sum_{s<=t} a_s d_s^dag
 b_s a_s^dagger Q_{s-1} solve a triangular system, (I + diag(b) strictly_lower(A^dagger A)) D^dagger = diag(b) A^dagger.
 So Q_t x_t is a causal product of two thin matrices, and only W - I at the start of every chunk is a d x d matrix. It is
 W - I that is kept: without angles everything added is exactly zero, and vectors come back bit for bit.
-Shapes: ... leading axes, T tokens in N chunks of C, d complex modes.
+Shapes: ... leading axes, T tokens in N chunks of C, d complex modes, n vectors per token that are moved together.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 64  # tokens; the triangular system is this large
+SHORTEST = 16  # tokens of a chunk: below this, matrices are too small to pay for their calls
+
+
+def chunk_size(modes: int) -> int:
+    """Tokens per chunk: a vector costs C d inside it and d^2 for what came before, so C = d balances the two."""
+    return max(SHORTEST, modes)
 
 
 @dataclass(frozen=True)
@@ -31,24 +36,38 @@ class UnitaryProducts:
     tokens: int
 
     def apply(self, x: Tensor) -> Tensor:
-        """W_t x_t of complex vectors (..., T, d)."""
-        x = _chunks(x, self.axes.shape[-2])
-        x = x + x @ self.starts.mT
-        x = x - (x @ self.duals.mH).tril() @ self.axes
-        return x.flatten(-3, -2)[..., : self.tokens, :]
+        """W_t x_t of complex vectors (..., n, T, d)."""
+        moved = self._by_chunk(x)
+        moved = moved + moved @ self.starts.mT
+        moved = moved - self._causal(moved @ self.duals.mH) @ self.axes
+        return self._by_vector(moved, x)
 
     def apply_adjoint(self, x: Tensor) -> Tensor:
-        """W_t^dagger x_t of complex vectors (..., T, d)."""
-        x = _chunks(x, self.axes.shape[-2])
-        x = x - (x @ self.axes.mH).tril() @ self.duals
-        x = x + x @ self.starts.conj()
-        return x.flatten(-3, -2)[..., : self.tokens, :]
+        """W_t^dagger x_t of complex vectors (..., n, T, d)."""
+        moved = self._by_chunk(x)
+        moved = moved - self._causal(moved @ self.axes.mH) @ self.duals
+        moved = moved + moved @ self.starts.conj()
+        return self._by_vector(moved, x)
+
+    def _by_chunk(self, x: Tensor) -> Tensor:
+        """(..., n, T, d) -> (..., N, n C, d): all vectors of a chunk in one matrix."""
+        return _chunks(x, self.axes.shape[-2]).transpose(-4, -3).flatten(-3, -2)
+
+    def _by_vector(self, x: Tensor, like: Tensor) -> Tensor:
+        """Back to (..., n, T, d)."""
+        x = x.unflatten(-2, (like.shape[-3], -1)).transpose(-4, -3).flatten(-3, -2)
+        return x[..., : self.tokens, :]
+
+    def _causal(self, products: Tensor) -> Tensor:
+        """Products (..., N, n C, C) of vectors with a chunk's tokens, without those that are still to come."""
+        later = torch.ones(products.shape[-1], products.shape[-1], dtype=torch.bool, device=products.device).triu(1)
+        return products.masked_fill(later.repeat(products.shape[-2] // products.shape[-1], 1), 0)
 
 
-def unitary_products(axes: Tensor, angles: Tensor, start: Tensor | None = None, chunk: int = CHUNK) -> UnitaryProducts:
+def unitary_products(axes: Tensor, angles: Tensor, start: Tensor | None = None) -> UnitaryProducts:
     """The products for complex unit axes (..., T, d) and real angles (..., T), going on from W_0 - I (..., d, d)."""
     tokens, modes = axes.shape[-2:]
-    size = min(chunk, max(tokens, 1))
+    size = min(chunk_size(modes), max(tokens, 1))
     # 1 - e^{i phi}, with all its digits at small angles.
     factors = torch.complex(2 * (angles / 2).sin().square(), -angles.sin())
     axes, factors = _chunks(axes, size), _chunks(factors.unsqueeze(-1), size)

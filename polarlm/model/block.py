@@ -20,6 +20,7 @@ class Block(nn.Module):
 
     def __init__(self, mixer: Mixer, feed_forward: nn.Module, shape: MixerShape, frame: str = "pre") -> None:
         super().__init__()
+        FRAMES[frame].check(mixer)
         self.mixer_norm = FRAMES[frame].around(shape, raw=not mixer.pre_norm)
         self.mixer = mixer
         self.ffn_norm = FRAMES[frame].around(shape)

@@ -7,6 +7,7 @@ its connection and what follows from it for the rest of the model. A block's yam
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from polarlm.attention.lean import on_sphere
-from polarlm.attention.mixer import MixerShape
+from polarlm.attention.mixer import Mixer, MixerShape
 from polarlm.errors import UserError
 from polarlm.geometry import exp_map, tangential_part
 from polarlm.model.ngpt import UnitLength, Walk, scale_hidden_units, unit_matrices
@@ -112,13 +113,27 @@ class Frame:
     around_feed_forward: Callable[[nn.Module], None] | None = None  # changes it in place
     after_step: Callable[[Any], None] | None = None  # puts the model's weights back where they belong
 
-    def around(self, shape: MixerShape, *, raw: bool = False) -> Any:
-        """The connection of one branch."""
-        if raw and self.connection is ScaledNorm:
+    def check(self, mixer: Mixer) -> None:
+        """Refuse a mixer that contradicts the frame, and warn of a switch that the frame leaves nothing to do."""
+        if not mixer.pre_norm and self.connection is ScaledNorm:
             raise UserError(
                 "model.frame=scaled scales what a norm hands to the block, and this block reads the raw stream; set "
                 "block.norm_position=both, or another frame."
             )
+        if mixer.tie_output and self.after_step is not None:
+            raise UserError(
+                "block.tie_output=true keeps W_v orthonormal, and model.frame=ngpt gives every row of it length 1; set "
+                "block.tie_output=false, or another frame."
+            )
+        if mixer.project_stream != "none" and self.connection is Geodesic and mixer.shape.layer == 0:
+            warnings.warn(
+                f"block.project_stream={mixer.project_stream} has no effect with model.frame=geodesic, which walks "
+                "along the tangential part of every step anyway",
+                stacklevel=3,
+            )
+
+    def around(self, shape: MixerShape, *, raw: bool = False) -> Any:
+        """The connection of one branch."""
         return (self.raw or self.connection)(shape) if raw else self.connection(shape)
 
     def embed(self, x: Tensor) -> Tensor:

@@ -57,13 +57,13 @@ def polar_attention(x, weights, p, s, *, heads, groups, base=10000.0, documents=
             w, log_total = weigh(logits(h, i, past, q_turned[i][h], k_turned, of, m, p, s, prior))
             directional.append(w)
             here = v_turned[i][of[h]]
-            if s["consensus"] != "none":  # v + sum A g (v_j - v)
+            if s["consensus"] != "none":  # v + sum A (g v_j - Re g v)
                 kind = s["radial_correlation"]
                 of_head = k_turned if kind == "qk" else v_turned
                 others = [of_head[j][of[h]] for j in past]
                 first = q_turned[i][h] if kind == "qk" else here
                 w = [a * g for a, g in zip(w, gates(h, i, past, first, others, m, p, s, kind))]
-            mean = here + sum(times_complex(a, v_turned[j][of[h]] - here) for a, j in zip(w, past))
+            mean = here + sum(times_complex(a, v_turned[j][of[h]]) - a.real * here for a, j in zip(w, past))
             if prior is not None:  # covariance intersection
                 share = p["prior_share"][h]
                 attended = (1 - share) * math.exp(log_total) * (times[i] + 1) ** -p["context_power"][h]

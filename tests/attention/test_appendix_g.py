@@ -1,12 +1,13 @@
 """Appendix G.1 and G.3, ties and projections through the block: limits that each switch must have."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from polarlm.attention import MixerShape, PolarAttention, TokenContext
+from polarlm.attention import MixerShape, PolarAttention, TokenContext, polar
 from polarlm.attention.tied_output import make_orthonormal
 from polarlm.diagnostics import run_probe
 from polarlm.errors import UserError
@@ -24,7 +25,8 @@ def run(x, seed=3, context=None, shape=SHAPE, **switches):
     mixer = PolarAttention(shape, **switches).to(x.dtype)
     record: dict = {}
     tables = rotary_tables(torch.arange(x.shape[1]), mixer.rotary_dim, dtype=x.dtype)
-    out = mixer(x, TokenContext(tables, record=record, shared=context or {}))
+    positions = torch.arange(x.shape[1])
+    out = mixer(x, TokenContext(tables, record=record, positions=positions, shared=context or {}))
     return out.detach(), record
 
 
@@ -84,9 +86,92 @@ def test_x4_without_radial_precision_directions_are_axes(consensus):
     assert torch.allclose(*outputs, rtol=1e-6, atol=1e-9) == (consensus == "gate")
 
 
+def objective(u, directions, magnitudes, m, rho, tau, field):
+    """L_R + L_T of Prop. 3 in a direction u, magnitudes held: rho |m - c m_j|^2 + tau m_j^2 (1 - |c|^2)."""
+    modes, others = (torch.complex(*z.chunk(2, dim=-1)) for z in (u, directions))
+    c = (modes.conj() * others).sum(-1)
+    c = c if field == "complex" else c.real.to(c.dtype)
+    apart = (m - c * magnitudes).abs().square()
+    return (rho * apart + tau * magnitudes.square() * (1 - c.abs().square())).sum()
+
+
+@pytest.mark.parametrize("consensus", ["gate", "complex"])
+def test_x1_and_x2_the_blocks_step_is_the_damped_newton_step_of_the_objective(consensus):
+    """-grad L_D / (2 sum kappa) at the token's own direction, by autograd; the evidence is the metric sum kappa."""
+    one_head = replace(SHAPE, n_head=1, n_kv_head=1, head_dim=WIDTH)
+    noise = dict(kernel="gaussian", m_inf=0.0, mu=0.1, mu_r=0.05, mu_spread=False, eta_rk=0.9, sigma_r0=0.7)
+    _, record = run(stream(1, LENGTH, WIDTH), shape=one_head, consensus=consensus, **noise)
+    p, m = record["params"], record["magnitude"][0]
+    tables = {name: record[name].numpy() for name in ("rotary_cos", "rotary_sin")}
+    v, update = (
+        torch.from_numpy(turned_values(tables | {"v": record[n].detach().numpy()}))[0, 0] for n in ("v", "update")
+    )
+    for i in range(LENGTH):
+        lag = i - torch.arange(i + 1)
+        rho = 1 / (p["eta_rk"] ** 2 * torch.exp(-2 * p["mu_r"] * lag) + p["sigma_r0"] ** 2)
+        tau = 1 / (p["eta_tk"] ** 2 * torch.exp(-2 * p["mu"] * lag) + p["sigma_t0"] ** 2)
+        carried = m[: i + 1] * torch.exp(-p["mu"] * lag)
+        unit = v[: i + 1] / WIDTH**0.5
+        u = unit[i].clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(objective(u, unit, carried, m[i], rho, tau, consensus), u)
+        tangential = gradient - (gradient @ unit[i]) * unit[i]
+        metric = (tau * carried.square()).sum()
+        torch.testing.assert_close(update[i], -tangential / (2 * metric) * WIDTH**0.5, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(record["log_evidence"][0, 0, i].exp(), metric)
+
+
+def test_x2_at_consensus_the_evidence_is_half_the_objectives_curvature():
+    one_head = replace(SHAPE, n_head=1, n_kv_head=1, head_dim=WIDTH)
+    _, record = run(stream(1, 1, WIDTH).expand(1, LENGTH, WIDTH), shape=one_head, **still("gate", kernel="gaussian"))
+    p, m, unit = record["params"], record["magnitude"][0], record["v"][0, 0] / WIDTH**0.5
+    rho, tau = (1 / (p[k] ** 2 + p[s] ** 2) for k, s in (("eta_rk", "sigma_r0"), ("eta_tk", "sigma_t0")))
+    across = stream(WIDTH)
+    across = across - (across @ unit[0]) * unit[0]
+    across = across / across.norm()
+
+    def along(t):  # the great circle from the common direction
+        return objective(unit[0] * t.cos() + across * t.sin(), unit, m, m[0], rho, tau, "gate")
+
+    curvature = torch.autograd.functional.hessian(along, torch.zeros((), dtype=torch.float64))
+    torch.testing.assert_close(2 * record["log_evidence"][0, 0, -1].exp(), curvature)
+
+
+def test_x4_complex_axes_keep_every_phase():
+    """Without radial precision, a complex correlation makes an observation worth the same at any common phase."""
+    x = stream(1, LENGTH, WIDTH)
+    switches = dict(radial="none", sigma_r0=1e6, eta_rk=0.0, kernel="gaussian", norm_position="post")
+    torch.manual_seed(3)
+    mixer = PolarAttention(SHAPE, **still("complex", **switches)).double()
+    outputs = []
+    for angle in (0.0, 0.7):
+        v = torch.complex(*mixer.v(x).unflatten(-1, (4, 8)).chunk(2, dim=-1)).detach()
+        v[:, 3] = v[:, 3] * complex(math.cos(angle), math.sin(angle))
+        turned = torch.cat((v.real, v.imag), dim=-1).flatten(-2)
+        z = torch.linalg.solve(mixer.v.weight, turned.mT).mT  # the stream whose token 3 has that phase
+        tables = rotary_tables(torch.arange(LENGTH), 8, dtype=x.dtype)
+        outputs.append(mixer(z, TokenContext(tables, positions=torch.arange(LENGTH)))[:, 4:])
+    torch.testing.assert_close(*outputs, rtol=1e-6, atol=1e-9)
+    assert outputs[0].norm() > 0.1
+
+
+def test_the_gates_values_are_dropped_and_its_evidence_is_not():
+    torch.manual_seed(0)
+    x, tables = torch.randn(1, 64, WIDTH), rotary_tables(torch.arange(64), 8)
+    outputs = {}
+    for dropout in (0.0, 0.5):
+        torch.manual_seed(0)
+        mixer = PolarAttention(replace(SHAPE, dropout=dropout), consensus="gate").train()
+        record: dict = {}
+        mixer(x, TokenContext(tables, record=record))
+        outputs[dropout] = record
+    assert (outputs[0.5]["v_bar"] - outputs[0.0]["v_bar"]).abs().max() > 0.1
+    torch.testing.assert_close(outputs[0.5]["log_evidence"], outputs[0.0]["log_evidence"])
+    torch.testing.assert_close(outputs[0.5]["gated_weights"], outputs[0.0]["gated_weights"])
+
+
 def test_first_token_has_nowhere_to_turn_whatever_the_gate_is():
-    for consensus in ("gate", "complex"):
-        _, record = run(stream(1, LENGTH, WIDTH), consensus=consensus, radial_correlation="qk", m_inf=0.5)
+    for consensus, correlation in (("gate", "qk"), ("gate", "vv"), ("complex", "vv")):
+        _, record = run(stream(1, LENGTH, WIDTH), consensus=consensus, radial_correlation=correlation, m_inf=0.5)
         assert record["update"][:, :, 0].abs().max() < 1e-10
 
 
@@ -95,8 +180,8 @@ CARRY = dict(uncertainty="carry", prior_share=0.4, widen_q=0.3, context_power=0.
 
 def test_u1_the_priors_share_decides_how_far_a_token_steps():
     x = stream(2, LENGTH, WIDTH)
-    plain, _ = run(x)
-    believed = dict(uncertainty="carry", widen_q=0.0, context_power=0.0)
+    plain, _ = run(x, projection="evidence")
+    believed = dict(uncertainty="carry", widen_q=0.0, context_power=0.0, projection="evidence")
     torch.testing.assert_close(run(x, prior_share=0.0, **believed)[0], plain)  # no prior: the main text
     _, record = run(x, prior_share=1 - 1e-9, **believed)
     assert record["fusion_step"].max() < 1e-6 and record["update"].abs().max() < 1e-5
@@ -133,6 +218,34 @@ def test_u3_precision_is_relaxed_between_layers_and_widens_the_query():
     wider = 1 / plain["log_kappa_tilde"].exp() + 0.3 / prior.exp()[..., None] + of_key
     torch.testing.assert_close(1 / record["log_kappa_tilde"].exp(), wider, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(1 / record["log_kappa"].exp(), 1 / plain["log_kappa"].exp() + of_key, rtol=1e-6, atol=0)
+
+
+def test_e33_an_uncertain_query_has_the_variance_of_its_angle_times_its_reach():
+    """1/kappa~ + c/P- is (eta^2 + c m^2/P-)/m^2 with the transported m: a squared length, as eta^2 is."""
+    noise = dict(m_inf=0.0, mu=0.2, mu_spread=False)
+    _, record = run(stream(1, LENGTH, WIDTH), **CARRY, **noise)
+    p, lag = record["params"], (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).clamp_min(0)
+    decay2 = torch.exp(-2 * p["mu"][:, None, None] * lag)
+    carried2 = record["magnitude"][:, None, None, :].square() * decay2
+    variance = sum(p[name][:, None, None].square() for name in ("sigma_t0", "eta_tq"))
+    variance = variance + p["eta_tk"][:, None, None].square() * decay2
+    effective = variance + 0.3 * carried2 / record["log_prior_precision"].exp()[..., None]
+    torch.testing.assert_close(record["log_kappa_tilde"].exp(), carried2 / effective, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("switches", [{}, {"consensus": "gate"}, {"kernel": "exponential", "radial": "own"}], ids=str)
+def test_one_estimate_per_layer_is_the_block_without_iteration(switches, monkeypatch):
+    x, calls = stream(1, LENGTH, WIDTH), []
+    estimate = polar.robust_attention
+    monkeypatch.setattr(polar, "robust_attention", lambda *given: calls.append(given[0]) or estimate(*given))
+    assert torch.equal(run(x, irls_steps=1, **switches)[0], run(x, **switches)[0])
+    assert len(calls) == 2  # one each
+    again, _ = run(x, irls_steps=3, **switches)
+    assert len(calls) == 5 and (again - run(x, **switches)[0]).abs().max() > 1e-3
+    # Every further one starts from a direction on the same sphere: what the keys said, at the queries' radius.
+    first, last = calls[2].q, calls[4].q
+    torch.testing.assert_close(last.norm(dim=-1), first.norm(dim=-1))
+    assert (last - first).abs().max() > 0.1
 
 
 def model_of(**switches):
@@ -298,8 +411,18 @@ def test_student_mle_weighs_as_its_likelihood_does_and_its_iterations_converge()
         ({"consensus": "on"}, ["block.consensus", "none, gate, complex"]),
         ({"consensus": "gate", "projection": "none"}, ["block.consensus=gate", "block.projection="]),
         ({"consensus": "gate", "kernel": "exponential", "residual_form": "dot"}, ["block.residual_form=full"]),
+        (
+            {"consensus": "complex", "radial_correlation": "qk"},
+            ["block.consensus=complex", "block.radial_correlation=vv"],
+        ),
         ({"uncertainty": "keep"}, ["block.uncertainty", "none, carry"]),
         ({"uncertainty": "carry", "projection": "none"}, ["block.uncertainty=carry", "block.projection="]),
+        (
+            {"uncertainty": "carry", "prior_share": 0.0, "widen_q": 0.0},
+            ["block.uncertainty=carry has no effect", "block.uncertainty=none"],
+        ),
+        ({"irls_steps": 1.5}, ["block.irls_steps", "whole number"]),
+        ({"irls_steps": 2, "kernel": "gaussian"}, ["block.irls_steps=2", "block.kernel=gaussian"]),
         ({"prior_share": 1.0}, ["block.prior_share", "below 1"]),
         ({"relax_b": 0.0}, ["block.relax_b", "positive"]),
         ({"projector": "imaginary"}, ["block.projector", "real, complex"]),
@@ -320,3 +443,30 @@ def test_off_is_understood_and_a_tie_behind_gains_warns():
     assert PolarAttention(SHAPE, consensus=False, uncertainty="off").consensus == "none"
     with pytest.warns(UserWarning, match="norm_position=post"):
         PolarAttention(SHAPE, tie_output=True)
+    with pytest.warns(UserWarning, match="block.projection=per_head stays"):
+        PolarAttention(SHAPE, tie_output=True, norm_position="post", head_gate=True, projection="global")
+
+
+DECODED = [
+    {"consensus": "complex", "irls_steps": 2},
+    {"consensus": "gate", "radial": "shared", "mu_r": 0.1},
+    {"uncertainty": "carry", "widen_k": 0.5, "irls_steps": 2},
+    {"uncertainty": "carry", "consensus": "gate", "transport": "phases"},
+    {"radial_flow": "equilibrium", "m_eq": 2.0, "mu": 0.3},
+    {"kernel": "student_mle", "transport": "unitary", "retract": "exp"},
+]
+
+
+@pytest.mark.parametrize("switches", DECODED, ids=str)
+def test_values_of_switches_that_no_yaml_has_decode_and_keep_to_their_documents(switches):
+    model, text = model_of(**switches).eval(), torch.randint(0, 31, (2, 12))
+    for name, parameter in model.named_parameters():
+        if "transport.angles" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    with torch.no_grad():
+        whole, cache = model(text), model.new_cache(2, 12)
+        pieces = [model(part, cache=cache) for part in text.split([5, 1, 1, 4, 1], dim=1)]
+        torch.testing.assert_close(torch.cat(pieces, dim=1), whole, atol=1e-4, rtol=1e-4)
+        ids = torch.tensor([4] * 5 + [9] * 7).expand(2, -1)
+        alone = torch.cat([model(part) for part in text.split([5, 7], dim=1)], dim=1)
+        torch.testing.assert_close(model(text, documents=ids), alone, atol=1e-4, rtol=1e-4)

@@ -64,6 +64,8 @@ def legal(s: dict) -> bool:
         return False
     if s["consensus"] != "none" and (s["projection"] == "none" or not s["norm_values"] or s["residual_form"] != "full"):
         return False
+    if s["consensus"] == "complex" and s["radial_correlation"] == "qk":
+        return False
     if s["retract"] != "none" and not s["norm_values"]:
         return False
     if s["retract"] in ("norm", "exp") and s["projection"] == "none":
@@ -91,9 +93,28 @@ def test_every_switch_of_the_yaml_is_drawn():
     assert words <= SWITCHES.keys() | ELSEWHERE
 
 
-@pytest.mark.parametrize("number", range(SAMPLES))
-def test_polar_is_the_papers_algorithm(number):
+# Combinations that must be among them, whatever the seed: what differs from the drawn one.
+ALWAYS = [
+    {"consensus": "complex", "projection": "per_head", "irls_steps": 1, "kernel": "student"},
+    {"consensus": "complex", "projection": "evidence", "irls_steps": 2, "kernel": "exponential"},
+    {"consensus": "gate", "projection": "global", "irls_steps": 2, "kernel": "student_mle", "uncertainty": "carry"},
+    {"transport": "phases", "rotate_values": True, "kernel": "student", "uncertainty": "carry"},
+    {"transport": "unitary", "rotate_values": True, "kernel": "student", "irls_steps": 2, "tie_output": True},
+]
+
+
+def certain(number: int, changes: dict) -> tuple[dict, dict]:
+    """A drawn combination with these switches in it."""
+    wanted = {"radial_correlation": "vv", "projection": "global", "norm_values": True, "residual_form": "full"}
     switches, other = draw(number)
+    switches |= wanted | {"retract": "none"} | changes
+    assert legal(switches)
+    return switches, other | {"groups": 2, "widen_k": 0.3}
+
+
+@pytest.mark.parametrize("number", range(SAMPLES + len(ALWAYS)))
+def test_polar_is_the_papers_algorithm(number):
+    switches, other = draw(number) if number < SAMPLES else certain(number, ALWAYS[number - SAMPLES])
     print(f"POLARLM_ORACLE_SEED={SEED} combination {number}: {switches} {other}")
     shape = MixerShape(WIDTH, HEADS, other["groups"], WIDTH // HEADS, layer=1, n_layer=3, rope_base=100.0)
     torch.manual_seed(number)

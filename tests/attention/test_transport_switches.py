@@ -41,17 +41,21 @@ def test_t5_without_angles_it_is_rope_bit_for_bit(transport, frequencies):
     assert (led - plain).abs().max() > 0.01
 
 
-def test_t5_estimates_are_sums_of_pairwise_transported_values():
+@pytest.mark.parametrize("transport", CONTENT)
+def test_t5_estimates_are_sums_of_pairwise_transported_values(transport):
     """v_bar_i = sum_j A_ij Phi(i, j) v_j with Phi(i, j) = R_i ... R_{j+1} multiplied out, and so for the scores."""
     x, record = torch.randn(1, 11, WIDTH, dtype=torch.float64), {}
-    mixer = mixer_of("unitary", kernel="exponential", mu=0.0, m_inf=0.0, radial="none").double()
+    mixer = mixer_of(transport, kernel="exponential", mu=0.0, m_inf=0.0, radial="none").double()
     run(mixer, x, record)
     frequencies = rotary_frequencies(8, dtype=torch.float64)
     for h in range(4):
         g = h // 2
-        axes = mixer.transport.axes(x)[0].view(11, 2, 8)[:, g]
-        angles = mixer.transport.angles(x)[0, :, g]
-        steps = local_step(-frequencies.expand(11, -1), axes, angles)  # RoPE's sign
+        if transport == "unitary":
+            axes, angles = mixer.transport.axes(x)[0].view(11, 2, 8)[:, g], mixer.transport.angles(x)[0, :, g]
+            steps = local_step(-frequencies.expand(11, -1), axes, angles)  # RoPE's sign
+        else:  # a token adds its angles to RoPE's, and there is no rank-one part
+            phases = frequencies + mixer.transport.angles(x)[0].view(11, 2, 4)[:, g]
+            steps = local_step(-phases, torch.ones(11, 8, dtype=x.dtype), torch.zeros(11, dtype=x.dtype))
         frames = cumulative_transport(steps)
         v, k, q = (to_complex(record[name][0, n]) for name, n in (("v", g), ("k", g), ("q", h)))
         for i in range(11):
@@ -78,7 +82,7 @@ def test_t6_half_a_turn_is_a_householder_reflection():
     mixer.frequencies.one_step = lambda dtype, device: (still[0][:1], still[1][:1])
     frame = mixer.transport(axis, turns, mixer.frequencies, None)
     k = torch.randn(1, 2, 3, 8, dtype=torch.float64)
-    entered = frame.of_keys(k)
+    _, entered = frame.enter(torch.zeros(1, 4, 3, 8, dtype=torch.float64), k)
     unit = torch.nn.functional.normalize(mixer.transport.axes(axis)[0].view(3, 2, 8).transpose(0, 1), dim=-1)
     u, z = to_complex(unit), to_complex(k[0])
     reflected = to_real(z - 2 * u * (u.conj() * z).sum(-1, keepdim=True))
@@ -96,8 +100,9 @@ def test_lengths_and_products_survive_a_long_text(transport):
         turns = mixer.frequencies(TokenContext(rotary_tables(torch.arange(700), 8)))
         frame = mixer.transport(x, turns, mixer.frequencies, None)
         q, k = torch.randn(1, 4, 700, 8), torch.randn(1, 2, 700, 8)
-        torch.testing.assert_close(frame.of_keys(k).norm(dim=-1), k.norm(dim=-1), atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(frame.leave(frame.of_queries(q)), q, atol=1e-4, rtol=1e-4)
+        q_common, k_common = frame.enter(q, k)
+        torch.testing.assert_close(k_common.norm(dim=-1), k.norm(dim=-1), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(frame.leave(q_common), q, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("transport", CONTENT)
@@ -126,7 +131,7 @@ def test_content_costs_flops():
     cost = {kind: mixer_of(kind).flops_per_token(64) for kind in ("rotary", "phases", "unitary")}
     assert cost["phases"] == cost["rotary"] + 2 * WIDTH * 2 * 4
     modes, vectors = 4, 12  # q and v_bar of four heads, k and v of two
-    products = 8 * (2 * (64 * modes + 2 * modes**2) + vectors * (64 * modes + modes**2))
+    products = 8 * (2 * (16 * modes + 2 * modes**2) + vectors * (16 * modes + modes**2))
     assert cost["unitary"] == cost["rotary"] + 2 * WIDTH * 2 * (8 + 1) + products
 
 

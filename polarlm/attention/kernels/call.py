@@ -145,7 +145,7 @@ class AttentionOutput:
     v_bar: Tensor  # (B,H,T,Dh) Σ_j A_ij ṽ_j, still in the rotated frame
     log_evidence: Tensor  # (B,H,T) log P_attn = logsumexp_j L_ij, at least fp32
     m_bar: Tensor | None = None  # (B,T) radial estimate
-    gate: Tensor | None = None  # (B,H,T) Σ_j A_ij g_ij of Appendix G.1, complex for consensus=complex
+    gate: Tensor | None = None  # (B,H,T) Σ_j A_ij Re g_ij of Appendix G.1
     weights: Weights | None = None  # with return_weights
 
 

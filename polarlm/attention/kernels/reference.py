@@ -14,8 +14,7 @@ from torch import Tensor
 from polarlm.geometry.precision import (
     MAX_QUERY_PRECISION,
     carried_magnitude,
-    log_kappa,
-    log_kappa_tilde,
+    log_information,
     log_rho,
     log_rho_tilde,
     log_variance,
@@ -47,27 +46,27 @@ def reference_attention(call: RobustCall) -> AttentionOutput:
     def per_head(x: Tensor) -> Tensor:
         return x.to(dtype)[:, None, None]
 
-    mu = per_head(noise.mu)
-    shared = dict(mu=mu, eta_k2=per_head(noise.eta_k2), sigma02=per_head(noise.sigma02), m_inf2=per_head(noise.m_inf2))
-    if call.equilibrium is not None:
-        shared["m_eq"] = call.equilibrium.to(dtype)
-    if noise.process2 is not None:
-        shared["process2"] = per_head(noise.process2)
+    # Everything ages by one tensor μΔ (H,T,S): what κ's two halves say about μ then cancels pair by pair, not in sums.
+    age = per_head(noise.mu) * lag
+    eta_k2, eta_q2, sigma02 = per_head(noise.eta_k2), per_head(noise.eta_q2), per_head(noise.sigma02)
+    process2 = None if noise.process2 is None else per_head(noise.process2)
     m = None if call.magnitude is None else call.magnitude.to(dtype)[:, None, None, :]  # (B,1,1,S)
-    kappa = log_kappa(m, lag, **shared)  # (B or 1,H,T,S), logarithms both
-    kappa_tilde = log_kappa_tilde(m, lag, eta_q2=per_head(noise.eta_q2), **shared)
+    m_eq = None if call.equilibrium is None else call.equilibrium.to(dtype)
+    information = log_information(m, age, 1.0, per_head(noise.m_inf2), m_eq)  # of κ and of κ̃: formed once
+    kappa = information - log_variance(age, 1.0, eta_k2, sigma02, process2)  # (B or 1,H,T,S), logarithms both
+    kappa_tilde = information - log_variance(age, 1.0, eta_k2, sigma02 + eta_q2, process2)
     of_measurement = kappa  # what the gate is derived from
     kappa, kappa_tilde = _widened(call, kappa, kappa_tilde)
     kappa_tilde = kappa_tilde.clamp_max(math.log(MAX_QUERY_PRECISION))
 
     # L = log κ + log w(x), x = κ̃‖R‖²/d_h
-    E = torch.exp(-mu * lag)  # (H,T,S)
+    E = torch.exp(-age)
     key_decay = E if call.decay_keys else 1.0
-    dots = q @ k_heads.transpose(-1, -2)
-    residual = -2 * key_decay * dots
     if call.consensus != "none":
-        residual = angular_residual(call, q, k_heads, dots)
-    elif call.residual_form == "full":
+        residual = angular_residual(call, q, k_heads)
+    else:
+        residual = -2 * key_decay * (q @ k_heads.transpose(-1, -2))
+    if call.consensus == "none" and call.residual_form == "full":
         squared = q.square().sum(-1)[..., :, None] + key_decay**2 * k_heads.square().sum(-1)[..., None, :]
         residual = (squared + residual).clamp_min(0)
     x = kappa_tilde.exp() * residual / call.half
@@ -79,16 +78,16 @@ def reference_attention(call: RobustCall) -> AttentionOutput:
     elif call.kernel == "exponential":
         logits = kappa - x / shape
     else:
-        logits = kappa + torch.zeros_like(dots)
+        logits = kappa + torch.zeros_like(residual)
 
     logits = logits.masked_fill(~allowed.unsqueeze(-3), -math.inf)
     log_evidence = logits.logsumexp(-1)
     weights = torch.exp(logits - log_evidence[..., None])
     gate = gated = None
     if call.consensus != "none":
-        tau = -log_variance(lag, mu, shared["eta_k2"], shared["sigma02"])
+        tau = -log_variance(age, 1.0, eta_k2, sigma02)
         log_weights = logits - log_evidence[..., None]
-        gated, turned = gated_weights(call, log_weights, of_measurement, tau, lag, q, k_heads, v_heads)
+        gated, turned = gated_weights(call, log_weights, of_measurement, tau, lag, age, q, k_heads, v_heads)
         kept_pairs = F.dropout(torch.ones_like(gated), call.dropout)
         v_bar, gate = _sum_gated(gated * kept_pairs, None if turned is None else turned * kept_pairs, v_heads)
     else:
@@ -116,10 +115,9 @@ def _widened(call: RobustCall, kappa: Tensor, kappa_tilde: Tensor) -> tuple[Tens
 
 
 def _sum_gated(real: Tensor, imaginary: Tensor | None, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ_j A g v and Σ_j A g; a complex g multiplies the modes of v."""
-    if imaginary is None:
-        return real @ v, real.sum(-1)
-    return real @ v - imaginary @ quarter_back(v), torch.complex(real.sum(-1), imaginary.sum(-1))
+    """Σ_j A g v and Σ_j A Re g; a complex g multiplies the modes of v."""
+    gated = real @ v if imaginary is None else real @ v - imaginary @ quarter_back(v)
+    return gated, real.sum(-1)
 
 
 def radial_estimate(call: RobustCall) -> Tensor:

@@ -16,6 +16,8 @@ from .call import AttentionOutput, RobustCall
 from .reference import radial_estimate, reference_attention
 
 CHUNK = 128  # queries at a time
+# Up to so many pairs, 20 to 60 MB of intermediates are kept: forming them again would take half as long again.
+KEPT = 2**19
 
 
 def streaming_obstacle(call: RobustCall) -> str | None:
@@ -43,7 +45,10 @@ def streaming_radial(call: RobustCall) -> Tensor:
 
 def _chunks(call: RobustCall, function: Callable):
     """`function` of the call for CHUNK queries after the other, each over the keys it can see."""
-    queries, keys = call.q.shape[2], call.k.shape[2]
+    batch, heads, queries, keys = *call.q.shape[:3], call.k.shape[2]
+    if queries <= CHUNK and batch * heads * queries * keys <= KEPT:
+        yield function(call)
+        return
     for start in range(0, queries, CHUNK):
         stop = min(start + CHUNK, queries)
         seen = keys - queries + stop
