@@ -264,10 +264,10 @@ def step(own, means, evidence, m, delta_m, p, s):
     elif s["projection"] == "global":
         tangent = mean - (v @ mean) / (v @ v) * v
     else:  # Proposition 5
-        counted = relative_evidence(evidence, s)
+        shares = inverse_evidence(evidence, s)
         along = sum(a @ d for a, d in zip(own, delta))
-        scale = sum((a @ a) / e for a, e in zip(own, counted))
-        tangent = np.concatenate([d - along / (e * scale) * a for a, d, e in zip(own, delta, counted)])
+        scale = sum((a @ a) * share for a, share in zip(own, shares))
+        tangent = np.concatenate([d - along * share / scale * a for a, d, share in zip(own, delta, shares)])
     angular = p["alpha"] / m if s["alpha_over_m"] else p["alpha"]
     change = p.get("beta", 0.0) * delta_m
     if s["retract"] == "none":
@@ -289,10 +289,11 @@ def step(own, means, evidence, m, delta_m, p, s):
     return (m + change) * turned - m * v
 
 
-def relative_evidence(evidence, s):
-    """Of every head in units of the largest, and no smaller than the clamp allows."""
+def inverse_evidence(evidence, s):
+    """1/P of every head in units of the largest; no P is smaller beside the surest than the clamp allows."""
     clamp = math.inf if s["evidence_clamp"] is None else s["evidence_clamp"]
-    return [math.exp(max(e - max(evidence), -clamp)) for e in evidence]
+    counted = [max(e, max(evidence) - clamp) for e in evidence]
+    return [math.exp(min(counted) - e) for e in counted]
 
 
 def complex_projection(own, means, delta, evidence, s):
@@ -305,9 +306,9 @@ def complex_projection(own, means, delta, evidence, s):
         along = sum(np.vdot(x, y) for x, y in zip(a, b)) / sum(squared)
         modes = [y - along * x for x, y in zip(a, b)]
     else:
-        counted = relative_evidence(evidence, s)
-        along = sum(np.vdot(x, y) for x, y in zip(a, d)) / sum(r / e for r, e in zip(squared, counted))
-        modes = [y - along / e * x for x, y, e in zip(a, d, counted)]
+        shares = inverse_evidence(evidence, s)
+        along = sum(np.vdot(x, y) for x, y in zip(a, d)) / sum(r * share for r, share in zip(squared, shares))
+        modes = [y - along * share * x for x, y, share in zip(a, d, shares)]
     return np.concatenate([np.concatenate([z.real, z.imag]) for z in modes])
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from polarlm.errors import UserError
-from polarlm.runs.checkpoints import newest_usable
+from polarlm.runs.checkpoints import step_file
 from polarlm.training.loop import train_run
 from tests.training.loggers.offline_wandb import read_offline_run
 from tests.training.tiny_jobs import composed, fitted
@@ -36,12 +36,13 @@ def test_a_run_that_fails_after_training_is_closed_as_failed(tmp_path, monkeypat
 
 
 def test_a_run_continued_from_an_earlier_checkpoint_draws_the_same_dropout_and_repeats_no_row(tmp_path):
-    """tests/end_to_end/test_resume.py kills real processes; here the newest checkpoint is taken away."""
+    """tests/end_to_end/test_resume.py kills real processes; here later checkpoints are taken away."""
     job = ("trainer.max_steps=4", "trainer.checkpoint_every=2", "model.dropout=0.5")
     whole = fitted(tmp_path, tmp_path / "run", *job)
-    newest = newest_usable(tmp_path / "run" / "checkpoints")
-    assert newest is not None
-    newest.unlink()
+    folder = tmp_path / "run" / "checkpoints"
+    for path in set(folder.iterdir()) - {step_file(folder, 2)}:
+        path.unlink()
+    assert step_file(folder, 2).exists()
     again = fitted(tmp_path, tmp_path / "run", *job)
     assert [row["step"] for row in again] == [1, 2, 3, 4]
     assert [row["train/loss"] for row in again] == [row["train/loss"] for row in whole]
