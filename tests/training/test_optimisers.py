@@ -64,14 +64,15 @@ def test_every_trainable_parameter_is_in_exactly_one_group(build, block, tied):
     assert sorted(held) == sorted(id(p) for p in model.parameters() if p.requires_grad)
 
 
-def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest():
-    model = gpt()
+@pytest.mark.parametrize(("tied", "rest"), [(True, {"embedding.weight"}), (False, {"embedding.weight", "head.weight"})])
+def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest(tied, rest):
+    model = gpt(tie_embeddings=tied)
     names = {id(p): name for name, p in model.named_parameters()}
     groups = {g["name"]: {names[id(p)] for p in g["params"]} for g in muon(model, momentum=0.95, **ADAMW).param_groups}
     hidden = groups["hidden"] | groups.get("hidden_no_decay", set())
     assert hidden and all(name.startswith("blocks.") and name.endswith(".weight") for name in hidden)
     assert {f"blocks.{i}.mixer.out.weight" for i in (0, 1)} <= hidden
-    assert groups["decay"] == {"embedding.weight"}
+    assert groups["decay"] == rest
     assert any("estimator" in name for name in groups["estimator"])
 
 

@@ -52,6 +52,14 @@ def test_one_document_is_cut_by_position_between_characters(tmp_path: Path) -> N
     assert texts["train"] + texts["val"] == text and len(texts["val"]) == 101 and not texts["test"]
 
 
+def test_the_three_parts_of_one_document_follow_each_other_and_do_not_overlap(tmp_path: Path) -> None:
+    text = "".join(f"{number:03}," for number in range(500))
+    (tmp_path / "one.txt").write_text(text)
+    parts = split(source_of(tmp_path / "one.txt"), rule="position", val=0.1, test=0.2)
+    texts = ["".join(parts[name]) for name in ("train", "val", "test")]
+    assert "".join(texts) == text and [len(part) for part in texts] == [1400, 200, 400]
+
+
 def test_own_splits_win_and_are_demanded_by_rule_own(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("t")
     (tmp_path / "valid.txt").write_text("v")

@@ -48,6 +48,14 @@ def test_many_shards_read_like_one_array(documents: list[str], corpus_of: Build)
     assert parts[len(parts) + 5 : len(parts) + 9].size == 0
 
 
+def test_documents_are_numbered_from_zero_wherever_a_window_begins(documents: list[str], corpus_of: Build) -> None:
+    store = corpus_of(documents, section_bytes=9000).store("train")
+    starts = store.document_starts(0, len(store))
+    for begin in (0, 3, *starts[1:20].tolist()):
+        expected = [np.isin(np.arange(begin + 1, begin + 1 + i), starts).sum() for i in range(500)]
+        assert np.array_equal(store.document_ids(begin, 500), expected)
+
+
 def test_ids_beyond_16_bits_use_32(tmp_path: Path, shared_data: Path, folder_of: Callable[[list[str]], Path]) -> None:
     corpus = build_corpus(
         {"path": str(folder_of(made_up_documents(30)))},
@@ -161,9 +169,9 @@ def test_leakage_between_own_splits_is_reported(tmp_path: Path) -> None:
     paragraph = "This paragraph is long enough to be looked for in the training text, every word of it. "
     shared = [f"{paragraph}{number}" for number in range(4)]
     (tmp_path / "train.txt").write_text("\n\n".join(["Only in train. " * 9, *shared[:2], shared[0]]))
-    (tmp_path / "valid.txt").write_text("\n\n".join([*shared, "short"]))
+    (tmp_path / "valid.txt").write_text("\n\n".join([*shared, shared[1], "short"]))  # one of them leaks twice
     corpus = build_corpus({"path": str(tmp_path)}, {"kind": "byte"}, tmp_path / "cache")
-    assert corpus.manifest["leakage"]["val"]["paragraphs"] == {"checked": 4, "in_train": 2}
+    assert corpus.manifest["leakage"]["val"]["paragraphs"] == {"checked": 5, "in_train": 3}
     assert corpus.manifest["leakage"]["val"]["documents"] == {"checked": 1, "in_train": 0}
 
 
