@@ -67,3 +67,11 @@ def test_a_bug_that_no_longer_fits_and_a_test_that_fails_by_itself_are_told(proj
     assert run.main([]) == 1
     told = capfd.readouterr()
     assert "stale" in told.out and "fails by itself: test_arithmetic.py" in told.out
+
+
+def test_a_bug_whose_tests_do_not_exist_is_not_killed(project, monkeypatch, capfd):
+    monkeypatch.setattr(
+        run, "ALL", [Mutant("arithmetic.py", "a * b", "a / b", ("test_arithmetic.py::test_gone",), "a bug")]
+    )
+    assert run.main(["--trust"]) == 1
+    assert "no tests: arithmetic-" in capfd.readouterr().out
