@@ -48,10 +48,7 @@ def begin(x, S: tl.constexpr):
     i = block * S.block_q + tl.arange(0, S.block_q)
     at, valid = x.keys - x.queries + i, i < x.queries  # the queries are the last of the keys
     tile = load_rows(x.q + batch * x.q_b + head * x.q_h, i, x.q_t, valid, S)
-    q2, document = (
-        load_each(x.q2, row * x.queries, i, valid, 0.0, 1),
-        load_each(x.documents, batch * x.keys, at, valid, -1, 1),
-    )
+    q2, document = load_each(x.q2, row * x.queries, i, valid, 0.0, 1), load_each(x.documents, batch * x.keys, at, valid, -1, 1)
     end = tl.minimum(x.keys, x.keys - x.queries + (block + 1) * S.block_q)
     return Queries(row, batch, head, block, blocks, i, at, valid, tile, q2, document, load_noise(x, head), end)
 
