@@ -108,12 +108,12 @@ class Recorder(pl.Callback):
 
     def write(self, trainer: pl.Trainer, step: int) -> None:
         """Write the collected row."""
-        tokens = step * self.batch_tokens
+        tokens, elapsed = step * self.batch_tokens, self.elapsed()
         row = {
             "step": step,
             "tokens": tokens,
-            "seconds": round(self.elapsed(), 3),
-            "training_seconds": round(self.elapsed() - self.paused, 3),  # without validation and diagnostics
+            "seconds": round(elapsed, 3),
+            "training_seconds": round(elapsed - self.paused, 3),  # without validation and diagnostics
             "flops": tokens * self.flops_per_token,
         }
         # Several threads wait for each other by spinning, and a GPU's work is not the processor's.

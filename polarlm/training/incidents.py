@@ -149,8 +149,7 @@ class Incidents(pl.Callback):
 
     def incidents(self) -> list[dict[str, Any]]:
         """What happened so far, earlier processes included."""
-        known = read_json(self.file)
-        return known if isinstance(known, list) else []
+        return read_incidents(self.file)
 
     def _record(self, trainer: pl.Trainer, incident: dict[str, Any]) -> None:
         if trainer.is_global_zero:
@@ -171,8 +170,21 @@ class Incidents(pl.Callback):
 
 def detours(folder: Path) -> list[tuple[int, int]]:
     """(after step, batches left out) of every rewind of a run, in order: which batches a step reads follows from it."""
-    known = read_json(folder / "incidents.json") or []
-    return sorted((i["after_step"], i["skipped_batches"]) for i in known if i.get("action") == "rewind")
+    known = read_incidents(folder / "incidents.json")
+    try:
+        return sorted((int(i["after_step"]), int(i["skipped_batches"])) for i in known if i["action"] == "rewind")
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"{folder / 'incidents.json'} is damaged; restore it from a copy") from None
+
+
+def read_incidents(file: Path) -> list[dict[str, Any]]:
+    """The record of a run; a damaged one is a UserError, because which batches come next follows from it."""
+    known = read_json(file)
+    if known is None:
+        return []
+    if not isinstance(known, list) or not all(isinstance(one, dict) and "action" in one for one in known):
+        raise UserError(f"{file} is damaged; restore it from a copy")
+    return known
 
 
 def where_it_started(model: nn.Module, batches: Iterable[dict[str, Tensor]], device: torch.device) -> str:

@@ -6,8 +6,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from polarlm.errors import UserError
 from polarlm.runs.checkpoints import load_verified, step_files
-from polarlm.training.incidents import Incidents, TrainingDiverged
+from polarlm.training.incidents import Incidents, TrainingDiverged, detours
 from tests.training.tiny_jobs import fitted
 
 OPTIONS = ("trainer.max_steps=12", "trainer.checkpoint_every=4", "trainer.log_every=5", "model.dropout=0.1")
@@ -113,3 +114,11 @@ def test_a_jump_of_the_loss_is_found_and_noise_and_learning_are_not(tmp_path):
     assert z is not None and z > 10
     assert watch.spike(curve[-1]) is None  # the jump itself does not move the median
     assert watcher(tmp_path, spike_z=0).spike(1e9) is None
+
+
+@pytest.mark.parametrize("text", ["{", '{"a": 1}', "[1]", "[{}]", '[{"action": "rewind"}]'])
+def test_a_damaged_record_is_named_because_the_next_batches_follow_from_it(tmp_path, text):
+    assert detours(tmp_path) == []
+    (tmp_path / "incidents.json").write_text(text)
+    with pytest.raises(UserError, match=r"incidents\.json is damaged"):
+        detours(tmp_path)
