@@ -9,6 +9,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from polarlm.errors import UserError
 from polarlm.launch.check import check_train
 from polarlm.locations import CONFIGS
 from polarlm.model import GPT
@@ -16,7 +17,7 @@ from polarlm.model.build import build_model
 from polarlm.runs.export.folder import export_run, import_run
 from polarlm.runs.restore import restore_run
 from polarlm.training.optimisers import build_optimiser
-from tests.contract.conftest import VOCAB, stir
+from tests.contract.conftest import COMPILED, VOCAB, stir
 from tests.runs.made_up_run import made_up_run
 
 BLOCKS = ("standard", "xsa", "rfa", "polar")
@@ -118,6 +119,27 @@ def test_the_recipe_reaches_every_block_and_every_piece_can_be_taken_away(block)
     if "qk_norm" in config["block"]:
         assert not settings(f"block={block}", "recipe=modern", "block.qk_norm=false")["block"]["qk_norm"]
     assert settings(f"block={block}", "recipe=modern", "model.logit_cap=null")["model"]["logit_cap"] is None
+
+
+@pytest.mark.parametrize("block", [name for name in COMPILED if name not in (*BLOCKS, "ngpt")])
+def test_the_recipe_goes_around_every_other_kind_of_block(block):
+    config = settings(f"block={block}", "recipe=modern")
+    torch.manual_seed(0)
+    model, words = build_model(config, VOCAB), text()
+    optimiser, losses = build_optimiser(config["optim"], model), []
+    for _ in range(3):
+        losses.append(torch.nn.functional.cross_entropy(model(words)[:, :-1].flatten(0, 1), words[:, 1:].flatten()))
+        optimiser.zero_grad()
+        losses[-1].backward()
+        optimiser.step()
+    assert losses[0].item() == pytest.approx(math.log(VOCAB), abs=0.2) and losses[-1] < losses[0]
+
+
+def test_the_recipe_is_refused_by_a_frame_that_contradicts_it_and_goes_around_it_without_that_piece():
+    """nGPT's matrices have rows of length 1: they cannot start at zero."""
+    with pytest.raises(UserError, match=r"set model.zero_init=false"):
+        build_model(settings("block=ngpt", "recipe=modern"), VOCAB)
+    assert build_model(settings("block=ngpt", "recipe=modern", "model.zero_init=false"), VOCAB)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
