@@ -205,6 +205,10 @@ def _addresses(x):
     return at.ravel()
 
 
+def _all_among(addresses, allowed):
+    return bool((allowed[np.searchsorted(allowed, addresses).clip(max=len(allowed) - 1)] == addresses).all())
+
+
 @pytest.fixture
 def guard(monkeypatch):
     """Kernels may read elements of their arguments only, and write every element of their results exactly once.
@@ -217,18 +221,18 @@ def guard(monkeypatch):
 
     def watched_load(self, pointers, mask, *others):
         touched = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
-        assert np.isin(touched, readable[-1]).all(), "reads what it was not given"
+        assert _all_among(touched, readable[-1]), "reads what it was not given"
         return load(self, pointers, mask, *others)
 
     def watched_store(self, pointers, value, mask, *others):
         written.append(pointers.data[np.broadcast_to(mask.data, pointers.data.shape)])
-        assert np.isin(written[-1], writable[-1]).all(), "writes beyond its results"
+        assert _all_among(written[-1], writable[-1]), "writes beyond its results"
         return store(self, pointers, value, mask, *others)
 
     def watched_launch(self, name, *extra, **learns):
         results = [x for x in extra[1 if name == "forward" else 3 :] if x is not None]
         given = [x for x in (*self.inputs, *extra) if isinstance(x, torch.Tensor)]
-        readable.append(np.concatenate([_addresses(x) for x in given if not any(x is y for y in results)]))
+        readable.append(np.sort(np.concatenate([_addresses(x) for x in given if not any(x is y for y in results)])))
         writable.append(np.sort(np.concatenate([_addresses(x) for x in results])))
         written.clear()
         launch(self, name, *extra, **learns)
@@ -238,7 +242,7 @@ def guard(monkeypatch):
     monkeypatch.setattr(builder, "create_masked_load", watched_load)
     monkeypatch.setattr(builder, "create_masked_store", watched_store)
     monkeypatch.setattr(triton_backend._Call, "launch", watched_launch)
-    yield launched
+    return launched
 
 
 def _within_nan(x):
@@ -249,11 +253,8 @@ def _within_nan(x):
     return view.requires_grad_()
 
 
-GUARDED = dict(batch=2, heads=4, groups=2, queries=21, keys=37, size=12, dtype=torch.float32)
-
-
 def _guarded_case(kernel):
-    case = make_case(**GUARDED)
+    case = make_case(batch=2, heads=2, groups=1, queries=21, keys=37, size=12, dtype=torch.float32)
     case.q, case.k, case.v = (_within_nan(x) for x in (case.q, case.k, case.v))
     documents = (torch.arange(37) // 9).expand(2, 37)
     return case, dict(kernel=kernel, documents=documents, decay_keys=True, decay_values=True)
@@ -279,5 +280,5 @@ def test_the_guard_notices_a_missing_mask(guard, monkeypatch, helper):
 
     monkeypatch.setattr(triton_kernels, helper, careless)
     case, options = _guarded_case("student")
-    with pytest.raises(Exception, match="reads what it was not given|writes beyond"):
+    with pytest.raises(Exception, match=r"reads what it was not given|writes beyond"):
         run(case, "triton", **options)
