@@ -30,8 +30,8 @@ MAX_SIZE = 128  # largest head (real channels) with block sizes that were checke
 # Chosen with benchmarks/triton_aot.py: no spills on sm_80, sm_90 and sm_100, and shared memory for any GPU from Ampere
 # on. Speed on a GPU had no say: docs/triton.md.
 LAUNCH = {
-    "forward": {(64, 2): (64, 32, 4, 2), (128, 2): (32, 32, 4, 2), (64, 4): (64, 16, 4, 2), (128, 4): (16, 32, 4, 1)},
-    "query": {(64, 2): (32, 64, 8, 2), (128, 2): (32, 64, 8, 2), (64, 4): (16, 32, 4, 2), (128, 4): (16, 32, 8, 1)},
+    "forward": {(64, 2): (64, 32, 4, 2), (128, 2): (64, 32, 8, 2), (64, 4): (32, 16, 4, 2), (128, 4): (16, 32, 4, 1)},
+    "query": {(64, 2): (32, 64, 8, 2), (128, 2): (32, 64, 8, 2), (64, 4): (16, 32, 8, 2), (128, 4): (16, 32, 8, 1)},
     "key": {(64, 2): (64, 32, 8, 2), (128, 2): (64, 32, 8, 2), (64, 4): (32, 16, 4, 1), (128, 4): (32, 16, 8, 1)},
 }
 

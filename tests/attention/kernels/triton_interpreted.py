@@ -3,12 +3,11 @@
 Few heads and short sequences: the interpreter needs about 20 ms per tile.
 """
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
-from cases import Case, assert_same, make_case, run
+from cases import assert_same, make_case, run
+from torch import Tensor
 from triton.runtime import interpreter
 
 from polarlm.attention.kernels import robust_attention, triton_backend, triton_kernels
@@ -118,7 +117,7 @@ def test_sums_of_any_size(kernel, shape, learned, factor, crowd, least, most):
         case.k[:] = -case.q[:, :1]  # the own key is the farthest
     sums = run(case, "reference", kernel=kernel)[0]["log_evidence"] / np.log(2)
     assert (sums.min().item(), sums.max().item()) == pytest.approx((least, most), abs=1)
-    assert_same(_single(case), "triton", 1e-3, against=case, kernel=kernel)
+    assert_same(case.each(Tensor.float), "triton", 1e-3, against=case, kernel=kernel)
 
 
 def test_a_row_does_not_feel_what_comes_after_it():
@@ -130,15 +129,6 @@ def test_a_row_does_not_feel_what_comes_after_it():
     after, _ = run(case, "triton", kernel="student")
     for name in before:
         assert torch.equal(before[name][:, :, :30], after[name][:, :, :30]), name
-
-
-def _single(case: Case) -> Case:
-    def narrow(x):
-        if dataclasses.is_dataclass(x):
-            return type(x)(**{name: narrow(value) for name, value in vars(x).items()})
-        return None if x is None else x.detach().float().requires_grad_(x.requires_grad)
-
-    return narrow(case)
 
 
 def test_capped_precision_has_the_reference_gradient():
