@@ -8,6 +8,7 @@ Not run by `make bench`; no number from a GPU has been published yet.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +52,9 @@ def main() -> None:
         def sdpa(q=q, k=k, v=v) -> None:
             F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
 
-        def robust(backend: str, q=q, k=k, v=v, m=m, noise=noise) -> None:
+        frozen = replace(noise, nu=torch.full(shape[1:2], 3.0, device="cuda"))  # weights by squaring
+
+        def robust(backend: str, noise=noise, q=q, k=k, v=v, m=m) -> None:
             out = robust_attention(RobustCall(q, k, v, noise, "student", m), backend)
             (out.v_bar.float().sum() + out.log_evidence.sum()).backward()
 
@@ -59,6 +62,7 @@ def main() -> None:
         for name, run in (
             ("sdpa", sdpa),
             ("triton", lambda: robust("triton")),
+            ("triton, ν = 3 frozen", lambda frozen=frozen: robust("triton", frozen)),
             ("streaming", lambda: robust("streaming")),
         ):
             torch.cuda.reset_peak_memory_stats()

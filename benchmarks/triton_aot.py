@@ -29,7 +29,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Usage:
-    """What one compiled kernel takes of a GPU; spills are in bytes per thread."""
+    """What one compiled kernel takes of a GPU; spills are bytes of stack per thread."""
 
     kernel: str
     variant: str
@@ -78,7 +78,7 @@ class Compiled:
 
 
 def compile_kernel(name: str, variant: str, head_dim: int, dtype: str, sm: int, override: tuple | None = None) -> Usage:
-    """Compile one kernel as the backend launches it (or with the sizes `override`) and ask ptxas what it uses."""
+    """Compile one kernel as the backend launches it (or with the sizes `override`) and see what it uses."""
     from triton.runtime import driver
 
     from polarlm.attention.kernels import triton_kernels
@@ -100,25 +100,21 @@ def compile_kernel(name: str, variant: str, head_dim: int, dtype: str, sm: int, 
         else:
             triton_backend.triton_backward.bare(d_out, evidence, d_out, evidence, *inputs, True)
     compiled = kernels[f"{name}_kernel"].result
-    registers, spills = _ptxas(compiled.asm["ptx"])
+    registers, spills = _resources(compiled.asm["cubin"])
     shape = sizes[64 if head_dim <= 64 else 128, q.element_size()]
     return Usage(name, variant, head_dim, dtype, sm, *shape, registers, compiled.metadata.shared, spills)
 
 
-def _ptxas(ptx: str) -> tuple[int, int]:
-    """Registers per thread and spilled bytes, from the first of Triton's own assemblers that knows this PTX version."""
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack per thread of a compiled kernel; registers are spilled to the stack."""
     import triton.backends.nvidia
 
-    target = re.search(r"\.target (\w+)", ptx).group(1)
-    for tool in sorted((Path(triton.backends.nvidia.__file__).parent / "bin").glob("ptxas*")):
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "kernel.ptx").write_text(ptx)
-            command = [str(tool), "-v", f"-arch={target}", "-o", "kernel.cubin", "kernel.ptx"]
-            done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-        if done.returncode == 0:
-            registers = max(int(x) for x in re.findall(r"Used (\d+) registers", done.stderr))
-            return registers, sum(int(x) for x in re.findall(r"(\d+) bytes spill (?:stores|loads)", done.stderr))
-    raise RuntimeError(f"no ptxas of Triton accepts this PTX for {target}: {done.stderr}")
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile() as file:
+        Path(file.name).write_bytes(cubin)
+        done = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout).groups()
+    return int(registers), int(stack)
 
 
 HEAD = "| kernel | variant | head | dtype | sm | queries × keys | warps | stages | registers | shared | spills |"

@@ -27,12 +27,12 @@ DIFFERENTIABLE = ("q", "k", "v", "m2", "parameters")
 MAX_SIZE = 128  # largest head (real channels) with block sizes that were checked for spills
 
 # (queries per block, keys per block, warps, stages) by kernel, for heads of up to 64 and 128 channels of 2 and 4 bytes.
-# Chosen with benchmarks/triton_aot.py: no spills on sm_80 and sm_90, no pair computed twice by different warps (except
-# by the last entry of all), and shared memory for any GPU from Ampere on. Speed on a GPU had no say: docs/triton.md.
+# Chosen with benchmarks/triton_aot.py: no spills on sm_80, sm_90 and sm_100 but for one, and shared memory for any GPU
+# from Ampere on. Speed on a GPU had no say: docs/triton.md.
 LAUNCH = {
-    "forward": {(64, 2): (64, 32, 4, 2), (128, 2): (32, 64, 4, 2), (64, 4): (64, 16, 4, 2), (128, 4): (16, 32, 4, 1)},
-    "query": {(64, 2): (32, 64, 8, 2), (128, 2): (32, 64, 8, 2), (64, 4): (16, 32, 4, 2), (128, 4): (16, 32, 4, 2)},
-    "key": {(64, 2): (64, 32, 8, 2), (128, 2): (64, 32, 8, 2), (64, 4): (32, 16, 4, 2), (128, 4): (32, 16, 8, 1)},
+    "forward": {(64, 2): (64, 32, 4, 2), (128, 2): (64, 32, 8, 2), (64, 4): (32, 16, 4, 2), (128, 4): (16, 32, 4, 1)},
+    "query": {(64, 2): (32, 64, 8, 2), (128, 2): (32, 64, 8, 2), (64, 4): (16, 32, 8, 2), (128, 4): (16, 32, 8, 1)},
+    "key": {(64, 2): (64, 32, 8, 2), (128, 2): (64, 32, 8, 2), (64, 4): (32, 16, 4, 1), (128, 4): (32, 16, 8, 1)},
 }
 
 
@@ -82,8 +82,9 @@ class _Call:
         )
         precise = "tf32x3" if q.dtype == torch.float32 else "tf32"  # three tf32 products carry 21 of fp32's 24 bits
         self.switches: dict[str, Any] = dict(
-            kernel=kernel, decay_keys=decay_keys, decay_values=decay_values, shape_learns=shape_learns, group=self.heads // self.groups, size=size,
-            precision="interpreted" if INTERPRETED else precise, block_d=max(16, 1 << (size - 1).bit_length()),
+            kernel=kernel, decay_keys=decay_keys, decay_values=decay_values, shape_learns=shape_learns,
+            precision="interpreted" if INTERPRETED else precise, group=self.heads // self.groups,
+            size=size, block_d=max(16, 1 << (size - 1).bit_length()),
         )  # fmt: skip
 
     def launch(self, name: str, *extra: Tensor | None, **learns: bool) -> None:

@@ -33,8 +33,8 @@ PARAMETERS = tl.constexpr(7)  # μ, η_k², η_q², σ0², m∞², σ̃², and �
 # weight that counts beside them, are normal fp32 numbers.
 SHIFT, LEAST, MOST = tl.constexpr(64.0), tl.constexpr(-144.0), tl.constexpr(46.0)
 
-# A block of queries of one head: row of (B,H), its number of all, indices, positions among the keys, whether they exist,
-# q, ‖q‖², documents, the head's noise, and the key before which the last one sees all.
+# A block of queries of one head: row of (B,H), the block among all, indices, positions among the keys, whether they
+# exist, q, ‖q‖², documents, the head's noise, and the first key that none of them sees.
 Queries = namedtuple("Queries", "row batch head block blocks i at valid tile q2 document noise end")
 
 
@@ -48,7 +48,8 @@ def begin(x, S: tl.constexpr):
     i = block * S.block_q + tl.arange(0, S.block_q)
     at, valid = x.keys - x.queries + i, i < x.queries  # the queries are the last of the keys
     tile = load_rows(x.q + batch * x.q_b + head * x.q_h, i, x.q_t, valid, S)
-    q2, document = load_each(x.q2, row * x.queries, i, valid, 0.0, 1), load_each(x.documents, batch * x.keys, at, valid, -1, 1)
+    q2 = load_each(x.q2, row * x.queries, i, valid, 0.0, 1)
+    document = load_each(x.documents, batch * x.keys, at, valid, -1, 1)
     end = tl.minimum(x.keys, x.keys - x.queries + (block + 1) * S.block_q)
     return Queries(row, batch, head, block, blocks, i, at, valid, tile, q2, document, load_noise(x, head), end)
 
@@ -61,7 +62,7 @@ def values(x, own, start, S: tl.constexpr):
 
 
 @triton.jit
-def meet(x, own, j, exists, AXIS: tl.constexpr, S: tl.constexpr):
+def keys_at(x, own, j, exists, AXIS: tl.constexpr, S: tl.constexpr):
     """Rows, ‖k‖², m² and documents of keys j."""
     k_tile = load_rows(x.k + own.batch * x.k_b + own.head // S.group * x.k_h, j, x.k_t, exists, S)
     k2 = load_each(x.k2, own.row // S.group * x.keys, j, exists, 0.0, AXIS)
@@ -73,7 +74,7 @@ def meet(x, own, j, exists, AXIS: tl.constexpr, S: tl.constexpr):
 def pairs_from(x, own, start, S: tl.constexpr):
     """Keys from `start` on: their rows, ‖k‖² and m², dot products and lags with the queries, and all of the pairs."""
     j = start + tl.arange(0, S.block_k)
-    k_tile, k2, m2, document = meet(x, own, j, j < x.keys, 0, S)
+    k_tile, k2, m2, document = keys_at(x, own, j, j < x.keys, 0, S)
     dots = product(own.tile, tl.trans(k_tile), S)
     lag = (own.at[:, None] - j[None, :]).to(tl.float32)
     return k_tile, k2, m2, dots, lag, scores(x, dots, lag, own.q2, k2, m2, own.document, document, own.noise, S)
@@ -83,10 +84,11 @@ def pairs_from(x, own, start, S: tl.constexpr):
 def sums_leave_range(x, own, largest_m2, S: tl.constexpr):
     """Whether a row's sum may lie outside [2^LEAST, 2^MOST].
 
-    It holds the own pair's weight; and no κ exceeds that of the largest magnitude at one end of E², where it is monotonous.
+    It holds the weight of the query's own pair, and at most S times the largest κ: that of the largest magnitude at one
+    end of E², in which κ is monotonic.
     """
     noise = own.noise
-    k_tile, k2, m2, document = meet(x, own, own.at, own.valid, 1, S)
+    k_tile, k2, m2, document = keys_at(x, own, own.at, own.valid, 1, S)
     dots = tl.sum(own.tile.to(tl.float32) * k_tile.to(tl.float32), 1)[:, None]
     self = scores(x, dots, dots * 0, own.q2, k2, m2, document, document, noise, S)
     least = tl.log2(self.kappa) + log2_kernel(self.y, noise.shape, S)
@@ -139,8 +141,9 @@ def query_kernel(x, d_out, log_evidence, delta, dq, d_parameters, S: tl.constexp
     d_mu, d_eta_k2, d_eta_q2, d_floor, d_m_inf2, d_shape = d_q2, d_q2, d_q2, d_q2, d_q2, d_q2
     for SQUARES in tl.static_range(2 if S.forms == 2 else 1):
         for start in range(0, stop_at(own.end, noise.shape, S, SQUARES), S.block_k):
-            d_weights = product(d_out_tile, tl.trans(values(x, own, start, S)), S)
+            # In this order: with the other product first the compiler spills.
             k_tile, k2, m2, dots, lag, pairs = pairs_from(x, own, start, S)
+            d_weights = product(d_out_tile, tl.trans(values(x, own, start, S)), S)
             applied, g, d_r2, gated, steepness = gradients(
                 pairs, d_weights, evidence, delta_rows, noise.shape, S, SQUARES
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from polarlm.attention.kernels import DirectionalNoise, RadialNoise, RobustCall,
 
 @dataclasses.dataclass
 class Case:
-    """Inputs of one call, all of them leaves that want a gradient."""
+    """Inputs of one call, all of them leaves; those that want a gradient get one."""
 
     q: Tensor
     k: Tensor
@@ -23,6 +24,16 @@ class Case:
 
     def call(self, **options) -> RobustCall:
         return RobustCall(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | options)
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Case:
+        """The case with every tensor changed, e.g. moved."""
+
+        def changed(x):
+            if dataclasses.is_dataclass(x):
+                return type(x)(**{name: changed(value) for name, value in vars(x).items()})
+            return None if x is None else change(x.detach()).requires_grad_(x.requires_grad)
+
+        return changed(self)
 
     def leaves(self) -> dict[str, Tensor]:
         tensors = {name: getattr(self, name) for name in ("q", "k", "v", "magnitude")}

@@ -1,14 +1,15 @@
 """The Triton backend: right in the interpreter, compiles without spills, right on a GPU where there is one."""
 
-import dataclasses
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from cases import Case, assert_same, make_case, run
+from cases import assert_same, make_case, run
+from torch import Tensor
 
 from polarlm.attention.kernels import triton_backend
 from polarlm.errors import UserError
@@ -33,51 +34,38 @@ def test_asking_for_triton_without_a_gpu_says_why():
         run(make_case(dtype=torch.float32), "triton", kernel="student")
 
 
+VARIANTS, SHAPES = ("polar", "frozen", "everything"), [(64, "bf16"), (64, "fp32"), (128, "bf16"), (128, "fp32")]
+FIRST, *OTHERS = product(VARIANTS, SHAPES, (80, 90, 100))
+
+
 @needs_triton
 @pytest.mark.parametrize(
-    ("size", "dtype", "sm"),
-    [
-        (64, "bf16", 80),
-        *(
-            pytest.param(size, dtype, sm, marks=pytest.mark.slow)
-            for size, dtype, sm in (
-                (64, "bf16", 90),
-                (64, "bf16", 100),
-                (64, "fp32", 80),
-                (128, "bf16", 80),
-                (128, "fp32", 80),
-            )
-        ),
-    ],
+    ("variant", "shape", "sm"), [FIRST, *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)]
 )
 @pytest.mark.parametrize("kernel", list(triton_backend.LAUNCH))
 @pytest.mark.skipif(triton_backend.INTERPRETED, reason="the interpreter does not compile")
-def test_shipped_block_sizes_compile_without_spills(monkeypatch, kernel, size, dtype, sm):
+def test_shipped_block_sizes_compile_without_spills(monkeypatch, kernel, variant, shape, sm):
     monkeypatch.syspath_prepend(ROOT)
-    from benchmarks.triton_aot import VARIANTS, compile_kernel
+    from benchmarks import triton_aot
 
-    for variant in VARIANTS:
-        used = compile_kernel(kernel, variant, size, dtype, sm)
-        assert used.spills == 0, variant
-        assert used.shared <= 99 * 1024  # what a block may have on any GPU from Ampere on
+    assert tuple(triton_aot.VARIANTS) == VARIANTS
+    used = triton_aot.compile_kernel(kernel, variant, *shape, sm)
+    # Two registers in one case of 108 (docs/triton.md).
+    assert used.spills <= (8 if (kernel, variant, shape, sm) == ("key", "everything", (128, "fp32"), 100) else 0)
+    assert used.shared <= 99 * 1024  # what a block may have on any GPU from Ampere on
 
 
 @needs_triton
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, dict(decay_keys=True, decay_values=True)])
-def test_on_a_gpu(dtype, options):
-    case = _on_gpu(make_case(queries=257, size=64, process=bool(options), dtype=dtype))
+@pytest.mark.parametrize("frozen", [False, True])
+def test_on_a_gpu(dtype, options, frozen):
+    case = make_case(queries=257, size=64, process=bool(options), dtype=dtype)
+    if frozen:
+        case.noise.nu.requires_grad_(False)[::2] = 3.0
+    case = case.each(Tensor.cuda)
     assert_same(case, "triton", 1e-3 if dtype == torch.float32 else 3e-2, kernel="student", **options)
     first, second = (run(case, "triton", kernel="student", **options)[1] for _ in range(2))
     for name, gradient in first.items():
         assert torch.equal(gradient, second[name]), f"{name} differs between two runs"
-
-
-def _on_gpu(case: Case) -> Case:
-    def moved(x):
-        if dataclasses.is_dataclass(x):
-            return type(x)(**{name: moved(value) for name, value in vars(x).items()})
-        return None if x is None else x.detach().cuda().requires_grad_()
-
-    return moved(case)

@@ -3,12 +3,11 @@
 Few heads and short sequences: the interpreter needs about 20 ms per tile.
 """
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
-from cases import Case, assert_same, make_case, run
+from cases import assert_same, make_case, run
+from torch import Tensor
 from triton.runtime import interpreter
 
 from polarlm.attention.kernels import robust_attention, triton_backend, triton_kernels
@@ -118,7 +117,7 @@ def test_sums_of_any_size(kernel, shape, learned, factor, crowd, least, most):
         case.k[:] = -case.q[:, :1]  # the own key is the farthest
     sums = run(case, "reference", kernel=kernel)[0]["log_evidence"] / np.log(2)
     assert (sums.min().item(), sums.max().item()) == pytest.approx((least, most), abs=1)
-    assert_same(_single(case), "triton", 1e-3, against=case, kernel=kernel)
+    assert_same(case.each(Tensor.float), "triton", 1e-3, against=case, kernel=kernel)
 
 
 def test_a_row_does_not_feel_what_comes_after_it():
@@ -130,15 +129,6 @@ def test_a_row_does_not_feel_what_comes_after_it():
     after, _ = run(case, "triton", kernel="student")
     for name in before:
         assert torch.equal(before[name][:, :, :30], after[name][:, :, :30]), name
-
-
-def _single(case: Case) -> Case:
-    def narrow(x):
-        if dataclasses.is_dataclass(x):
-            return type(x)(**{name: narrow(value) for name, value in vars(x).items()})
-        return None if x is None else x.detach().float().requires_grad_(x.requires_grad)
-
-    return narrow(case)
 
 
 def test_capped_precision_has_the_reference_gradient():
@@ -205,6 +195,10 @@ def _addresses(x):
     return at.ravel()
 
 
+def _all_among(addresses, allowed):
+    return bool((allowed[np.searchsorted(allowed, addresses).clip(max=len(allowed) - 1)] == addresses).all())
+
+
 @pytest.fixture
 def guard(monkeypatch):
     """Kernels may read elements of their arguments only, and write every element of their results exactly once.
@@ -217,18 +211,18 @@ def guard(monkeypatch):
 
     def watched_load(self, pointers, mask, *others):
         touched = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
-        assert np.isin(touched, readable[-1]).all(), "reads what it was not given"
+        assert _all_among(touched, readable[-1]), "reads what it was not given"
         return load(self, pointers, mask, *others)
 
     def watched_store(self, pointers, value, mask, *others):
         written.append(pointers.data[np.broadcast_to(mask.data, pointers.data.shape)])
-        assert np.isin(written[-1], writable[-1]).all(), "writes beyond its results"
+        assert _all_among(written[-1], writable[-1]), "writes beyond its results"
         return store(self, pointers, value, mask, *others)
 
     def watched_launch(self, name, *extra, **learns):
         results = [x for x in extra[1 if name == "forward" else 3 :] if x is not None]
         given = [x for x in (*self.inputs, *extra) if isinstance(x, torch.Tensor)]
-        readable.append(np.concatenate([_addresses(x) for x in given if not any(x is y for y in results)]))
+        readable.append(np.sort(np.concatenate([_addresses(x) for x in given if not any(x is y for y in results)])))
         writable.append(np.sort(np.concatenate([_addresses(x) for x in results])))
         written.clear()
         launch(self, name, *extra, **learns)
@@ -238,7 +232,7 @@ def guard(monkeypatch):
     monkeypatch.setattr(builder, "create_masked_load", watched_load)
     monkeypatch.setattr(builder, "create_masked_store", watched_store)
     monkeypatch.setattr(triton_backend._Call, "launch", watched_launch)
-    yield launched
+    return launched
 
 
 def _within_nan(x):
@@ -249,11 +243,8 @@ def _within_nan(x):
     return view.requires_grad_()
 
 
-GUARDED = dict(batch=2, heads=4, groups=2, queries=21, keys=37, size=12, dtype=torch.float32)
-
-
 def _guarded_case(kernel):
-    case = make_case(**GUARDED)
+    case = make_case(batch=2, heads=2, groups=1, queries=21, keys=37, size=12, dtype=torch.float32)
     case.q, case.k, case.v = (_within_nan(x) for x in (case.q, case.k, case.v))
     documents = (torch.arange(37) // 9).expand(2, 37)
     return case, dict(kernel=kernel, documents=documents, decay_keys=True, decay_values=True)
@@ -263,7 +254,8 @@ def _guarded_case(kernel):
 def test_only_what_was_given_is_read_and_every_result_is_written_once(guard, kernel):
     case, options = _guarded_case(kernel)
     if kernel == "exponential":
-        case.magnitude.data *= 30  # rows whose largest weight is found first
+        case.magnitude.data *= 6  # rows whose largest weight is found first
+        assert run(case, "reference", **options)[0]["log_evidence"].min() < -150
     assert_same(case, "triton", 2e-3, **options)
     assert guard == ["forward", "query", "key"]
 
@@ -279,5 +271,5 @@ def test_the_guard_notices_a_missing_mask(guard, monkeypatch, helper):
 
     monkeypatch.setattr(triton_kernels, helper, careless)
     case, options = _guarded_case("student")
-    with pytest.raises(Exception, match="reads what it was not given|writes beyond"):
+    with pytest.raises(Exception, match=r"reads what it was not given|writes beyond"):
         run(case, "triton", **options)
