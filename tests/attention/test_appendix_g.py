@@ -345,6 +345,18 @@ def test_g11_a_tied_output_keeps_the_step_tangent_in_the_stream(kv_heads, norm_p
     assert tangency(tied) < 1e-7 and tangency(loose) > 0.05
 
 
+def test_a_tied_output_of_grouped_heads_carries_the_mean_of_their_steps():
+    """With W_o W_v = I, what every query head says alike reaches the stream as it is, not once per query head."""
+    shape, z = replace(SHAPE, n_kv_head=2, head_dim=16), stream(1, LENGTH, WIDTH)
+    switches = dict(tie_output=True, norm_position="post", nu_t=4.0, mu=0.0, kernel="gaussian")  # heads agree
+    out, record = run(z, shape=shape, **switches)
+    torch.manual_seed(3)
+    weight = PolarAttention(shape, **switches).double().v.weight.detach()
+    torch.testing.assert_close(weight @ weight.T, torch.eye(32, dtype=torch.float64), atol=1e-5, rtol=0)
+    latent = record["update"].detach()[:, ::2].transpose(1, 2).flatten(-2)  # of one query head of either value head
+    torch.testing.assert_close(out @ weight.T, latent, atol=1e-5, rtol=1e-5)
+
+
 def test_tied_matrices_stay_orthonormal_through_training_and_share_their_gradient():
     model = model_of(tie_output=True, norm_position="post")
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -17,7 +17,16 @@ BLOCKS = sorted(path.stem for path in (CONFIGS / "block").glob("*.yaml"))
 # Blocks with Python of their own; the others are the same code with other switches.
 CLASSES = [name for name in BLOCKS if "_target_" in (CONFIGS / "block" / f"{name}.yaml").read_text()]
 # And variants whose switch is Python that no other block runs: these are compiled too.
-COMPILED = [*CLASSES, "polar_transport", "polar_consensus", "polar_uncertainty"]
+COMPILED = [
+    *CLASSES,
+    "polar_transport",
+    "polar_consensus",
+    "polar_uncertainty",
+    "polar_irls",
+    "geonorm",
+    "lns",
+    "gated",
+]
 VOCAB = 61
 
 
