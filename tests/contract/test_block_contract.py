@@ -176,8 +176,8 @@ def test_cost_is_positive_and_grows_with_context(build):
     assert model.flops_per_token(1) >= 6 * linear  # tied embeddings: the matrix counts once, as the output
 
 
-# Beside matrix products, per pair and head: what filtering blocks count for logits (16; the literal algorithm half), once
-# per reweighting, once more for the gate of G.1, 5 for a widened variance; a radial channel has 16 for all heads.
+# Beside matrix products, per pair and head: what filtering blocks count for logits (16; the literal algorithm half),
+# once per reweighting, once more for the gate of G.1, 5 for a widened variance; a radial channel has 16 for all heads.
 BESIDE_PRODUCTS = {
     "polar_irls": 48,
     "polar_consensus": 32,
