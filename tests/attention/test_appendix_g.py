@@ -169,9 +169,12 @@ def test_the_gates_values_are_dropped_and_its_evidence_is_not():
     torch.testing.assert_close(outputs[0.5]["gated_weights"], outputs[0.0]["gated_weights"])
 
 
-def test_first_token_has_nowhere_to_turn_whatever_the_gate_is():
+@pytest.mark.parametrize("projection", ["per_head", "global", "evidence"])
+def test_first_token_has_nowhere_to_turn_whatever_the_gate_is(projection):
+    noise = dict(m_inf=0.5, sigma_t0=[0.2, 0.4, 0.8, 1.6])  # heads whose gates differ
     for consensus, correlation in (("gate", "qk"), ("gate", "vv"), ("complex", "vv")):
-        _, record = run(stream(1, LENGTH, WIDTH), consensus=consensus, radial_correlation=correlation, m_inf=0.5)
+        switches = dict(consensus=consensus, radial_correlation=correlation, projection=projection)
+        _, record = run(stream(1, LENGTH, WIDTH), **switches, **noise)
         assert record["update"][:, :, 0].abs().max() < 1e-10
 
 
