@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import time
 from collections.abc import Callable
 
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from benchmarks.timing import interleaved
+from benchmarks.timing import interleaved, ratios, turns
 from polarlm.attention.kernels import DirectionalNoise, RadialNoise, RobustCall, robust_attention
 from polarlm.locations import CONFIGS
 from polarlm.model import GPT, GPTConfig
@@ -28,19 +29,44 @@ BLOCKS: dict[str, tuple[str, dict]] = {
     "polar_paper, qk": ("polar", PAPER | {"radial_correlation": "qk"}),
     "polar_paper": ("polar", PAPER),
 }
+# Appendix G and E, and the neighbours: what `extensions` compares with polar.
+EXTENSIONS: dict[str, tuple[str, dict]] = {
+    "polar": ("polar", {}),
+    "standard": ("standard", {}),
+    "irls_steps=3": ("polar_irls", {}),
+    "consensus=gate": ("polar_consensus", {}),
+    "consensus=complex": ("polar_consensus", {"consensus": "complex"}),
+    "transport=phases": ("polar_transport", {"transport": "phases"}),
+    "transport=unitary": ("polar_transport", {}),
+    "uncertainty=carry": ("polar_uncertainty", {}),
+    "kernel=student_mle": ("polar", {"kernel": "student_mle"}),
+    "radial_flow=equilibrium": ("polar", {"radial_flow": "equilibrium"}),
+    "retract=exp": ("polar", {"retract": "exp"}),
+    "tie_output": ("polar", {"tie_output": True, "norm_position": "post"}),
+    **{name: (name, {}) for name in ("alibi", "xpos", "fox", "gated", "lns", "geonorm", "ngpt")},
+}
+YARDSTICK = dict(d_model=128, n_layer=4, n_head=4, vocab_size=65)  # experiment=shakespeare_char_cpu
 SHAPE = dict(d_model=384, n_layer=6, n_head=6)
 VOCABULARY = 4096
 
 
 def build(block: str, context: int, **shape) -> GPT:
-    """A GPT with one of BLOCKS, without Hydra or Lightning in between."""
-    file, changes = BLOCKS[block]
-    hyper = OmegaConf.to_container(OmegaConf.load(CONFIGS / "block" / f"{file}.yaml"), resolve=True) | changes
+    """A GPT with one of BLOCKS or EXTENSIONS, without Hydra or Lightning in between."""
+    file, changes = (BLOCKS | EXTENSIONS)[block]
+    hyper = _settings(file) | changes
     hyper.pop("_partial_")
     module, name = hyper.pop("_target_").rsplit(".", 1)
-    config = GPTConfig(context=context, **({"vocab_size": VOCABULARY} | SHAPE | shape))
+    frame = {"frame": hyper.pop("frame")} if "frame" in hyper else {}
+    config = GPTConfig(context=context, **({"vocab_size": VOCABULARY} | SHAPE | shape | frame))
     torch.manual_seed(0)
     return GPT(config, functools.partial(getattr(importlib.import_module(module), name), **hyper))
+
+
+def _settings(file: str) -> dict:
+    """A block's yaml, on top of the one that it names in its defaults."""
+    own = OmegaConf.to_container(OmegaConf.load(CONFIGS / "block" / f"{file}.yaml"), resolve=True)
+    base, *_ = own.pop("defaults", ["_self_"])
+    return own if base == "_self_" else _settings(base) | own
 
 
 def training_step(
@@ -78,6 +104,18 @@ def whole_steps(context: int, tokens: int, rounds: int, compiled: bool, blocks=t
         }
         for name, spent in seconds.items()
     ]
+
+
+def extensions(rounds: int, context: int = 64, tokens: int = 768, **shape) -> list[dict]:
+    """Processor time of one step of the yardstick: Appendix G, E and the neighbours relative to polar."""
+    sizes = YARDSTICK | shape
+    models = {name: build(name, context, **sizes) for name in EXTENSIONS}
+    steps = {
+        name: training_step(model.loss, model, tokens // context, context, sizes["vocab_size"])
+        for name, model in models.items()
+    }
+    found = ratios(turns(steps, rounds, clock=time.process_time), "polar")
+    return [{"block": name, "context": context, **row} for name, row in found.items()]
 
 
 def attention_alone(context: int, tokens: int, rounds: int, heads: int = 6, size: int = 64) -> list[dict]:

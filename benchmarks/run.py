@@ -1,6 +1,6 @@
 """Everything `make bench` measures: a table on the screen, a JSON file and a picture in benchmarks/results/.
 
-    python -m benchmarks.run [--only blocks attention memory decoding peers compiled] [--rounds 7] [--tokens 4096]
+    python -m benchmarks.run [--only blocks attention memory decoding peers compiled extensions] [--rounds 7]
 
 All ratios come from one run; nothing is compared with a number from another day.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.blocks import BLOCKS, attention_alone, whole_steps
+from benchmarks.blocks import BLOCKS, attention_alone, extensions, whole_steps
 from benchmarks.decoding import decoding
 from benchmarks.memory import memory_against_context
 from benchmarks.peers import peers
@@ -24,7 +24,7 @@ from benchmarks.timing import table
 from polarlm.training.loggers.throughput import measured_peak
 
 RESULTS = Path(__file__).with_name("results")
-PARTS = ("blocks", "attention", "memory", "decoding", "peers", "compiled")
+PARTS = ("blocks", "attention", "memory", "decoding", "peers", "compiled", "extensions")
 COLUMNS = {
     "blocks": ["block", "context", "compiled", "ms", "ratio", "tokens/s", "mfu"],
     "compiled": ["block", "context", "compiled", "ms", "ratio", "tokens/s", "mfu"],
@@ -32,6 +32,7 @@ COLUMNS = {
     "memory": ["block", "context", "MB", "ratio"],
     "decoding": ["block", "rows", "ms/token", "ratio", "tokens/s", "late/early"],
     "peers": ["model", "context", "parameters", "tokens/s", "ours", "mfu"],
+    "extensions": ["block", "context", "ms", "ratio", "of minima", "in a round"],
 }
 
 
@@ -44,6 +45,8 @@ def measure(part: str, tokens: int, rounds: int) -> list[dict]:
         return [row for context in (256, 1024) for row in attention_alone(context, tokens, rounds)]
     if part == "memory":
         return memory_against_context(("standard", "polar"), (1024, 2048, 4096, 8192), 8192)
+    if part == "extensions":
+        return extensions(rounds)
     if part == "decoding":
         return decoding(("standard", "polar"), 1000)
     return [row for context in (256, 1024) for row in peers(context, tokens, rounds)]

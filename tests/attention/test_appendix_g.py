@@ -169,9 +169,12 @@ def test_the_gates_values_are_dropped_and_its_evidence_is_not():
     torch.testing.assert_close(outputs[0.5]["gated_weights"], outputs[0.0]["gated_weights"])
 
 
-def test_first_token_has_nowhere_to_turn_whatever_the_gate_is():
+@pytest.mark.parametrize("projection", ["per_head", "global", "evidence"])
+def test_first_token_has_nowhere_to_turn_whatever_the_gate_is(projection):
+    noise = dict(m_inf=0.5, sigma_t0=[0.2, 0.4, 0.8, 1.6])  # heads whose gates differ
     for consensus, correlation in (("gate", "qk"), ("gate", "vv"), ("complex", "vv")):
-        _, record = run(stream(1, LENGTH, WIDTH), consensus=consensus, radial_correlation=correlation, m_inf=0.5)
+        switches = dict(consensus=consensus, radial_correlation=correlation, projection=projection)
+        _, record = run(stream(1, LENGTH, WIDTH), **switches, **noise)
         assert record["update"][:, :, 0].abs().max() < 1e-10
 
 
@@ -343,6 +346,18 @@ def test_g11_a_tied_output_keeps_the_step_tangent_in_the_stream(kv_heads, norm_p
     assert tied.norm() > 1
     # In `pre` the magnitude is the stream's, and W_v z itself is not on the sphere; it is parallel to v all the same.
     assert tangency(tied) < 1e-7 and tangency(loose) > 0.05
+
+
+def test_a_tied_output_of_grouped_heads_carries_the_mean_of_their_steps():
+    """With W_o W_v = I, what every query head says alike reaches the stream as it is, not once per query head."""
+    shape, z = replace(SHAPE, n_kv_head=2, head_dim=16), stream(1, LENGTH, WIDTH)
+    switches = dict(tie_output=True, norm_position="post", nu_t=4.0, mu=0.0, kernel="gaussian")  # heads agree
+    out, record = run(z, shape=shape, **switches)
+    torch.manual_seed(3)
+    weight = PolarAttention(shape, **switches).double().v.weight.detach()
+    torch.testing.assert_close(weight @ weight.T, torch.eye(32, dtype=torch.float64), atol=1e-5, rtol=0)
+    latent = record["update"].detach()[:, ::2].transpose(1, 2).flatten(-2)  # of one query head of either value head
+    torch.testing.assert_close(out @ weight.T, latent, atol=1e-5, rtol=1e-5)
 
 
 def test_tied_matrices_stay_orthonormal_through_training_and_share_their_gradient():

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from polarlm.attention import MixerShape, TokenContext
+from polarlm.attention.additions import HeadGate
 from polarlm.attention.alibi import AlibiAttention, slopes
 from polarlm.attention.fox import ForgettingAttention
 from polarlm.attention.ngpt import NormalisedAttention
 from polarlm.attention.xpos import XPosAttention
+from polarlm.errors import UserError
 from polarlm.geometry import rotary_tables
 from polarlm.model.gpt import document_positions
 
@@ -88,6 +90,20 @@ def test_xpos_fades_each_mode_with_the_lag(groups, packed):
         return (turned(q, positions[b, i]) * faded) @ turned(k, positions[b, j]) / math.sqrt(SIZE)
 
     np.testing.assert_allclose(out, attention(mixer, x, positions, packed, groups, logit), rtol=1e-6, atol=1e-9)
+
+
+def test_fresh_gates_are_as_published_or_as_asked_for():
+    shape = MixerShape(WIDTH, HEADS, HEADS, SIZE, layer=0, n_layer=2)
+    for bias, fresh in ((0.0, 0.5), (3.0, 1 / (1 + math.exp(-3.0)))):
+        gate = ForgettingAttention(shape, forget_bias=bias).forget
+        torch.testing.assert_close(gate(torch.zeros(1, 1, WIDTH)).exp(), torch.full((1, HEADS, 1), fresh))
+    torch.testing.assert_close(HeadGate(shape)(torch.randn(1, 3, WIDTH)), torch.ones(1, 3, HEADS))
+
+
+@pytest.mark.parametrize("scale", [0.0, -512.0])
+def test_xpos_refuses_modes_that_grow(scale):
+    with pytest.raises(UserError, match=r"block\.scale"):
+        XPosAttention(MixerShape(WIDTH, HEADS, HEADS, SIZE, layer=0, n_layer=2), scale=scale)
 
 
 @pytest.mark.parametrize("rope", [False, True])

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import run
-from benchmarks.blocks import BLOCKS, attention_alone, whole_steps
+from benchmarks.blocks import BLOCKS, EXTENSIONS, attention_alone, build, extensions, whole_steps
 from benchmarks.decoding import decoding
 from benchmarks.neighbour import with_a_neighbour
 from benchmarks.peers import candidates
@@ -17,6 +17,14 @@ def test_every_block_takes_a_training_step():
     assert [row["block"] for row in rows] == list(BLOCKS)
     assert rows[0]["ratio"] == 1
     assert all(row.keys() >= set(run.COLUMNS["blocks"]) for row in rows)
+
+
+def test_extensions_are_relative_to_polar_and_are_the_blocks_they_are_called():
+    rows = extensions(1, context=16, tokens=32, **TOY)
+    assert [row["block"] for row in rows] == list(EXTENSIONS) and rows[0]["ratio"] == 1
+    assert all(row.keys() >= set(run.COLUMNS["extensions"]) for row in rows)
+    assert build("consensus=complex", 16, **TOY).blocks[0].mixer.consensus == "complex"
+    assert build("geonorm", 16, **TOY).config.frame == "geodesic"
 
 
 def test_attention_alone_is_relative_to_sdpa():

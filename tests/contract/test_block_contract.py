@@ -5,6 +5,8 @@ import os
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from polarlm.attention import TokenContext
 from polarlm.geometry import rotary_tables
@@ -172,6 +174,39 @@ def test_cost_is_positive_and_grows_with_context(build):
     assert 0 < model.flops_per_token(8) < model.flops_per_token(64)
     linear = sum(p.numel() for name, p in model.named_parameters() if p.dim() > 1)
     assert model.flops_per_token(1) >= 6 * linear  # tied embeddings: the matrix counts once, as the output
+
+
+# Beside matrix products, per pair and head: what filtering blocks count for logits (16; the literal algorithm half),
+# once per reweighting, once more for the gate of G.1, 5 for a widened variance; a radial channel has 16 for all heads.
+BESIDE_PRODUCTS = {
+    "polar_irls": 48,
+    "polar_consensus": 32,
+    "polar_uncertainty": 21,
+    "polar_paper": 20,
+    "polar_literal": 8,
+}
+
+
+def test_cost_is_what_torch_counts(build, block):
+    mixer, counted = build(fresh=True).blocks[1].mixer, {}
+    if hasattr(mixer, "backend"):
+        mixer.backend = "reference"  # in the open, for the counter to see
+    for length in (32, 64):
+        rotary = rotary_tables(torch.arange(length), mixer.rotary_dim)
+        context = TokenContext(rotary, positions=torch.arange(length))
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+            mixer(torch.randn(1, length, 32), context)
+        counted[length] = counter.get_total_flops() / length
+    per_pair = (counted[64] - counted[32]) / 32  # the counter's full square; ours is the half below the diagonal
+    per_token = counted[32] - 32 * per_pair
+    filtering = 16 if block.startswith(("polar", "rfa")) else 0
+    per_pair += 4 * BESIDE_PRODUCTS.get(block, filtering)
+    if block == "polar_transport":
+        # Complex products are counted as real ones. q, k, v and the estimate (4 heads each, 4 modes) meet a chunk's 16
+        # axes and 16 duals, which we count causally; the triangular system, not counted, is the other half of Gram's.
+        per_token = 4 * per_token - 3 * 2 * sum(p.numel() for p in mixer.parameters() if p.dim() > 1) - 8 * 16 * 16 * 4
+    for length in (33, 129):
+        assert mixer.flops_per_token(length) == per_token + per_pair * (length + 1) / 2
 
 
 def test_record_shows_the_same_pass(build):

@@ -1,10 +1,13 @@
 """Residual frames against their published formulas, written out in numpy."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
 from polarlm.attention import PolarAttention, StandardAttention
+from polarlm.attention.ngpt import NormalisedAttention
 from polarlm.errors import UserError
 from polarlm.model import GPT, GPTConfig
 from polarlm.model.build import frame_of
@@ -15,9 +18,9 @@ from polarlm.training.optimisers import build_optimiser
 SIZE = dict(vocab_size=17, context=8, d_model=16, n_layer=3, n_head=2)
 
 
-def model_of(frame: str, **changes) -> GPT:
+def model_of(frame: str, attention=StandardAttention, **changes) -> GPT:
     torch.manual_seed(0)
-    return GPT(GPTConfig(**SIZE | changes, frame=frame), StandardAttention).double()
+    return GPT(GPTConfig(**SIZE | changes, frame=frame), attention).double()
 
 
 def states(model: GPT) -> list[dict[str, np.ndarray]]:
@@ -87,6 +90,36 @@ def test_ngpt_walks_from_unit_vector_to_unit_vector():
             np.testing.assert_array_equal(read, x)
 
 
+def test_ngpts_hidden_units_are_scaled_and_its_gate_by_the_root_of_the_width():
+    """h_M ~ W_o (s_u W_u h * silu(s_v sqrt(d) W_v h)) of the unit state h; only its direction counts."""
+    model = model_of("ngpt")
+    with torch.no_grad():
+        for block in model.blocks:
+            factor = block.feed_forward.gate_up.factor.raw
+            factor.mul_(torch.linspace(0.5, 2.0, len(factor)))
+    for block, row in zip(model.blocks, states(model), strict=True):
+        both = block.feed_forward.gate_up.weight.detach().numpy() @ unit(row["mid"])[..., None]
+        both = both[..., 0] * block.feed_forward.gate_up.factor.raw.detach().numpy()
+        gate, up = np.split(both, 2, axis=-1)
+        gate = gate * np.sqrt(16)
+        said = (gate / (1 + np.exp(-gate)) * up) @ block.feed_forward.down.weight.detach().numpy().T
+        np.testing.assert_allclose(unit(row["said_f"]), unit(said), rtol=1e-6)
+
+
+def test_ngpt_starts_at_the_published_values():
+    """alpha of order 1/L, every other factor 1; kept as s' = s scale/init, so that Adam moves all of them alike."""
+    model = model_of("ngpt", attention=NormalisedAttention)
+    wanted = [(model.output_scale(), 1.0, model.output_scale.raw, 0.25)]  # 0.25 = 1/sqrt(16)
+    for block in model.blocks:
+        wanted += [(walk.rate(), 1 / 3, walk.rate.raw, 0.25) for walk in (block.mixer_norm, block.ffn_norm)]
+        hidden = block.feed_forward.gate_up.factor
+        wanted += [(hidden(), 1.0, hidden.raw, 1.0), (block.mixer.qk_scale * 4, 1.0, block.mixer.qk_scale, 0.25)]
+        assert not hasattr(block.feed_forward.down, "factor")
+    for value, start, kept, scale in wanted:
+        torch.testing.assert_close(value, torch.full_like(value, start))
+        torch.testing.assert_close(kept, torch.full_like(kept, scale))
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_ngpt_logits_are_scaled_cosines(tied):
     model = model_of("ngpt", tie_embeddings=tied)
@@ -127,6 +160,14 @@ def test_weights_are_back_on_their_spheres_after_every_step(name):
 def test_a_raw_block_refuses_a_frame_that_scales_norms():
     with pytest.raises(UserError, match="norm_position=both"):
         GPT(GPTConfig(**SIZE, frame="scaled"), lambda shape: PolarAttention(shape, norm_position="post"))
+
+
+def test_ngpt_refuses_a_tied_output_and_geonorm_warns_of_a_second_projection():
+    with pytest.raises(UserError, match=r"block\.tie_output=false"):
+        model_of("ngpt", partial(PolarAttention, tie_output=True, norm_position="post"))
+    with pytest.warns(UserWarning, match="project_stream=both has no effect with model.frame=geodesic") as heard:
+        model_of("geodesic", partial(PolarAttention, project_stream="both"))
+    assert len(heard) == 1  # not one per layer
 
 
 def test_ngpt_refuses_to_start_at_zero():

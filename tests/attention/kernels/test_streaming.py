@@ -73,6 +73,21 @@ def test_memory_stays_linear_in_length(backend):
     assert sizes[1] < 2.5 * sizes[0]
 
 
+def test_what_a_small_call_needs_backward_is_kept_and_what_a_large_one_needs_is_formed_again(monkeypatch):
+    case, kept = make_case(queries=40, dtype=torch.float32), {}
+
+    def pack(x):
+        kept[pairs].append(x.numel())
+        return x
+
+    for pairs in (0, 2**19):
+        monkeypatch.setattr(streaming, "KEPT", pairs)
+        kept[pairs] = []
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            streaming.streaming_attention(case.call(kernel="student"))
+    assert max(kept[0], default=0) < 40 * 40 <= max(kept[2**19])
+
+
 @pytest.mark.parametrize("backend", ["native", "streaming"])
 def test_gradient_of_the_decay_survives_long_lags_without_floors(backend):
     """κ does not depend on the lag then: large terms with opposite signs must cancel pair by pair, not in sums."""
