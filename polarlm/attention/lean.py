@@ -8,12 +8,14 @@ CPU native code does each in one pass.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from polarlm.attention.kernels import native_rows
 from polarlm.attention.kernels.native_rows import (
     gate,
     gate_backward,
@@ -60,6 +62,48 @@ class _Rotation(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return _Rotation.apply(gradients[0], cos, -sin), None, None
+
+
+def rotate_heads(
+    qkv: Tensor, heads: tuple[int, int, int], cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """q and k rotated, and v, each (B, heads, T, Dh), of the fresh projection qkv (B, T, ·), whose memory they take.
+
+    One pass, and one buffer for their gradients. None where that cannot be done.
+    """
+    fits = qkv.is_contiguous() and not cos.requires_grad and cos.dim() < 4 and cos.dtype == qkv.dtype
+    if not fits or not takes_rows(qkv):
+        return None
+    if cos.dim() == 3:
+        cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
+    return _RotatedHeads.apply(qkv, heads, cos, sin)
+
+
+class _RotatedHeads(torch.autograd.Function):
+    """Overwrites what only its own output needs: the derivative of a linear map does not ask what came out."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, heads: tuple[int, int, int], cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(cos, sin)
+        ctx.heads = heads
+        by_head = qkv.data.unflatten(-1, (sum(heads), -1)).transpose(1, 2)
+        q_k = by_head[:, : heads[0] + heads[1]]
+        turn(q_k, cos, sin, inverse=False, out=q_k)
+        return by_head.split(heads, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (cos, sin), (d_q, d_k, d_v) = ctx.saved_tensors, gradients
+        if torch.is_grad_enabled():  # somebody wants to differentiate this again
+            parts = [_Rotation.apply(d_q, cos, -sin), _Rotation.apply(d_k, cos, -sin), d_v]
+            return torch.cat(parts, dim=1).transpose(1, 2).flatten(-2), None, None, None
+        batch, _, tokens, size = d_q.shape
+        d_qkv = d_q.new_empty(batch, tokens, sum(ctx.heads), size)
+        to_q, to_k, to_v = d_qkv.transpose(1, 2).split(ctx.heads, dim=1)
+        turn(d_q, cos, sin, inverse=True, out=to_q)
+        turn(d_k, cos, sin, inverse=True, out=to_k)
+        to_v.copy_(d_v)
+        return d_qkv.flatten(-2), None, None, None
 
 
 def on_sphere(x: Tensor, radius: Tensor | float) -> tuple[Tensor, Tensor]:
@@ -156,3 +200,27 @@ class _SwiGLU(torch.autograd.Function):
         gated, up = x.chunk(2, dim=-1)
         s = gated.sigmoid()
         return torch.cat((d_y * up * s * (1 + gated * (1 - s)), d_y * gated * s), dim=-1)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x·Φ(x), Φ that of the normal distribution."""
+    if x.dim() != 3 or x.shape[-1] % 16 or not takes_rows(x):
+        return F.gelu(x)
+    return _GELU.apply(x) if torch.is_grad_enabled() else native_rows.gelu(x)
+
+
+class _GELU(torch.autograd.Function):
+    """∂x = ∂y (Φ(x) + x φ(x))."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return native_rows.gelu(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (d_y,), (x,) = gradients, ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return native_rows.gelu_backward(x, d_y)
+        below, density = torch.special.ndtr(x), (-x.square() / 2).exp() * (2 * math.pi) ** -0.5
+        return d_y * (below + x * density)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polarlm.attention.initialisation import FEED_FORWARD_RMS, Initialisation, linear
-from polarlm.attention.lean import swiglu
+from polarlm.attention.lean import gelu, swiglu
 from polarlm.errors import UserError
 
 SWIGLU_MULTIPLE = 32  # hidden sizes that matrix units like
@@ -41,7 +41,7 @@ class GeluFeedForward(TwoMatrices):
 
     def activation(self, x: Tensor) -> Tensor:
         """gelu(x)."""
-        return F.gelu(x)
+        return gelu(x)
 
 
 class SquaredReluFeedForward(TwoMatrices):

@@ -40,10 +40,11 @@ def takes_rows(x: Tensor) -> bool:
     return fits and unbuilt(x.dtype) is None
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """x (B,H,T,D) rotated by tables that broadcast to (B,H,T,D/2)."""
+def turn(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool, out: Tensor | None = None) -> Tensor:
+    """x (B,H,T,D) rotated by tables that broadcast to (B,H,T,D/2); into `out`, which may be x, where it is given."""
     x = _side_by_side(x)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)  # the layout that attention wants
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)  # the layout that attention wants
     cos, sin = (table.expand(*x.shape[:-1], -1) for table in (cos, sin))
     _run("rotate", x, -1.0 if inverse else 1.0, y=out, cos=cos, sin=sin)
     return out
@@ -95,6 +96,22 @@ def gate_backward(x: Tensor, d_y: Tensor) -> Tensor:
     x, d_y = _side_by_side(x), _side_by_side(d_y)
     d_x = torch.empty_like(x)
     _run("gate_backward", x, channels=d_y.shape[-1], d_y=d_y, d_x=d_x)
+    return d_x
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x·Φ(x) of x (B,T,n)."""
+    x = _side_by_side(x)
+    y = torch.empty_like(x)
+    _run("gelu", x, y=y)
+    return y
+
+
+def gelu_backward(x: Tensor, d_y: Tensor) -> Tensor:
+    """The gradient of x."""
+    x, d_y = _side_by_side(x), _side_by_side(d_y)
+    d_x = torch.empty_like(x)
+    _run("gelu_backward", x, d_y=d_y, d_x=d_x)
     return d_x
 
 

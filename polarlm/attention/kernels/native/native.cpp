@@ -73,6 +73,12 @@ void polarlm_gate(const Rows* rows, Parallel parallel) {
 void polarlm_gate_backward(const Rows* rows, Parallel parallel) {
     every_row(*rows, parallel, [&](int64_t b, int64_t h, int64_t t) { gate_back_row<REAL>(*rows, b, h, t); });
 }
+void polarlm_gelu(const Rows* rows, Parallel parallel) {
+    every_row(*rows, parallel, [&](int64_t b, int64_t h, int64_t t) { gelu_row<REAL>(*rows, b, h, t); });
+}
+void polarlm_gelu_backward(const Rows* rows, Parallel parallel) {
+    every_row(*rows, parallel, [&](int64_t b, int64_t h, int64_t t) { gelu_back_row<REAL>(*rows, b, h, t); });
+}
 void polarlm_sphere_backward(const Rows* rows, Parallel parallel) {
     share(parallel, rows->threads, rows->batch * rows->chunks(), [&](int64_t item) {
         double sum = 0;
