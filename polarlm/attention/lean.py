@@ -8,17 +8,15 @@ CPU native code does each in one pass.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from polarlm.attention.kernels import native_rows
 from polarlm.attention.kernels.native_rows import (
-    gate,
-    gate_backward,
     norm,
     norm_backward,
     sphere,
@@ -64,46 +62,78 @@ class _Rotation(torch.autograd.Function):
         return _Rotation.apply(gradients[0], cos, -sin), None, None
 
 
-def rotate_heads(
-    qkv: Tensor, heads: tuple[int, int, int], cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """q and k rotated, and v, each (B, heads, T, Dh), of the fresh projection qkv (B, T, ·), whose memory they take.
+def takes_products(x: Tensor, *layers: nn.Linear) -> bool:
+    """Whether x (B, T, d) and these maps may be multiplied here: fp32, and nobody listens to the maps."""
+    plain = x.dim() == 3 and not torch.is_autocast_enabled("cpu") and takes_rows(x)
+    return plain and all(
+        type(layer) is nn.Linear
+        and layer.bias is None
+        and type(layer.weight) is nn.Parameter
+        and layer.weight.dtype == x.dtype
+        and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks)
+        for layer in layers
+    )
 
-    One pass, and one buffer for their gradients. None where that cannot be done.
+
+def rotated_heads(
+    x: Tensor, layer: nn.Linear, heads: tuple[int, int, int], cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """q and k rotated, and v, each (B, heads, T, Dh), of the projection of x (B, T, d); None where it takes other ways.
+
+    The rotation overwrites the projection, and the way back writes one gradient of it.
     """
-    fits = qkv.is_contiguous() and not cos.requires_grad and cos.dim() < 4 and cos.dtype == qkv.dtype
-    if not fits or not takes_rows(qkv):
+    if cos.requires_grad or cos.dim() == 4 or cos.dtype != x.dtype or not takes_products(x, layer):
         return None
     if cos.dim() == 3:
         cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
-    return _RotatedHeads.apply(qkv, heads, cos, sin)
+    return _RotatedHeads.apply(x, layer.weight, heads, cos, sin)
 
 
 class _RotatedHeads(torch.autograd.Function):
-    """Overwrites what only its own output needs: the derivative of a linear map does not ask what came out."""
+    """x W^T, cut into heads, those of q and k rotated."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, heads: tuple[int, int, int], cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(cos, sin)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, heads: tuple[int, int, int], cos: Tensor, sin: Tensor) -> Any:
+        ctx.save_for_backward(x, weight, cos, sin)
         ctx.heads = heads
-        by_head = qkv.data.unflatten(-1, (sum(heads), -1)).transpose(1, 2)
+        by_head = F.linear(x, weight).unflatten(-1, (sum(heads), -1)).transpose(1, 2)
         q_k = by_head[:, : heads[0] + heads[1]]
         turn(q_k, cos, sin, inverse=False, out=q_k)
         return by_head.split(heads, dim=1)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (cos, sin), (d_q, d_k, d_v) = ctx.saved_tensors, gradients
-        if torch.is_grad_enabled():  # somebody wants to differentiate this again
-            parts = [_Rotation.apply(d_q, cos, -sin), _Rotation.apply(d_k, cos, -sin), d_v]
-            return torch.cat(parts, dim=1).transpose(1, 2).flatten(-2), None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, cos, sin = ctx.saved_tensors
+        if torch.is_grad_enabled():
+
+            def plain(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+                q, k, v = F.linear(x, weight).unflatten(-1, (sum(ctx.heads), -1)).transpose(1, 2).split(ctx.heads, 1)
+                return plain_rotate(q, cos, sin), plain_rotate(k, cos, sin), v
+
+            return *_again(plain, (x, weight), gradients), None, None, None
+        d_q, d_k, d_v = gradients
         batch, _, tokens, size = d_q.shape
         d_qkv = d_q.new_empty(batch, tokens, sum(ctx.heads), size)
         to_q, to_k, to_v = d_qkv.transpose(1, 2).split(ctx.heads, dim=1)
         turn(d_q, cos, sin, inverse=True, out=to_q)
         turn(d_k, cos, sin, inverse=True, out=to_k)
         to_v.copy_(d_v)
-        return d_qkv.flatten(-2), None, None, None
+        return *_linear_backward(x, weight, d_qkv.view(batch * tokens, -1), ctx.needs_input_grad), None, None, None
+
+
+def _linear_backward(x: Tensor, weight: Tensor, d_y: Tensor, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """Gradients of x (..., d) and W from that of x W^T, given as rows."""
+    d_x = (d_y @ weight).view_as(x) if needed[0] else None
+    return d_x, d_y.t() @ x.flatten(0, -2) if needed[1] else None
+
+
+def _again(
+    plain: Callable[..., Any], inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...]
+) -> tuple[Tensor | None, ...]:
+    """Gradients by the plain formula, for somebody who wants to differentiate them again."""
+    asked = [x for x in inputs if x.requires_grad]
+    given = iter(torch.autograd.grad(plain(*inputs), asked, gradients, create_graph=True))
+    return tuple(next(given) if x.requires_grad else None for x in inputs)
 
 
 def on_sphere(x: Tensor, radius: Tensor | float) -> tuple[Tensor, Tensor]:
@@ -175,52 +205,45 @@ class _Norm(torch.autograd.Function):
         return (d_y * gain - x * inner) * scale, (d_y * x * scale).sum((0, 1)), None
 
 
-def swiglu(x: Tensor) -> Tensor:
-    """silu(gate)·up of x (…, 2n), which holds the gate and then the other half."""
-    whole_vectors = x.shape[-1] % 32 == 0
-    if x.dim() != 3 or not whole_vectors or not takes_rows(x):
-        gated, up = x.chunk(2, dim=-1)
-        return F.silu(gated) * up
-    return _SwiGLU.apply(x) if torch.is_grad_enabled() else gate(x)
+def _swiglu(x: Tensor) -> Tensor:
+    gated, up = x.chunk(2, dim=-1)
+    return F.silu(gated) * up
 
 
-class _SwiGLU(torch.autograd.Function):
-    """With s = σ(g): ∂g = ∂y u s (1 + g (1 − s)), ∂u = ∂y g s."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return gate(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (d_y,), (x,) = gradients, ctx.saved_tensors
-        if not torch.is_grad_enabled():
-            return gate_backward(x, d_y)
-        gated, up = x.chunk(2, dim=-1)
-        s = gated.sigmoid()
-        return torch.cat((d_y * up * s * (1 + gated * (1 - s)), d_y * gated * s), dim=-1)
+# An activation: the plain formula; a native pass, and the gradient of what went in.
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
+    "gelu": (F.gelu, native_rows.gelu, native_rows.gelu_backward),  # x Phi(x)
+    "swiglu": (_swiglu, native_rows.gate, native_rows.gate_backward),  # silu(gate) up of x (..., 2n) = (gate, up)
+}
 
 
-def gelu(x: Tensor) -> Tensor:
-    """x·Φ(x), Φ that of the normal distribution."""
-    if x.dim() != 3 or x.shape[-1] % 16 or not takes_rows(x):
-        return F.gelu(x)
-    return _GELU.apply(x) if torch.is_grad_enabled() else native_rows.gelu(x)
+def feed_forward(x: Tensor, up: nn.Linear, down: nn.Linear, kind: str) -> Tensor:
+    """W_down f(W_up x), f one of ACTIVATIONS."""
+    if up.out_features % 32 or not takes_products(x, up, down):
+        return down(ACTIVATIONS[kind][0](up(x)))
+    if not torch.is_grad_enabled():
+        return down(ACTIVATIONS[kind][1](up(x)))
+    return _FeedForward.apply(x, up.weight, down.weight, kind)
 
 
-class _GELU(torch.autograd.Function):
-    """∂x = ∂y (Φ(x) + x φ(x))."""
+class _FeedForward(torch.autograd.Function):
+    """Both products and what is between them: one node, and the gradient of f may overwrite what came from above."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return native_rows.gelu(x)
+    def forward(ctx: Any, x: Tensor, up: Tensor, down: Tensor, kind: str) -> Tensor:
+        hidden = F.linear(x, up)
+        active = ACTIVATIONS[kind][1](hidden)
+        ctx.save_for_backward(x, up, down, hidden, active)
+        ctx.kind = kind
+        return F.linear(active, down)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (d_y,), (x,) = gradients, ctx.saved_tensors
-        if not torch.is_grad_enabled():
-            return native_rows.gelu_backward(x, d_y)
-        below, density = torch.special.ndtr(x), (-x.square() / 2).exp() * (2 * math.pi) ** -0.5
-        return d_y * (below + x * density)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, up, down, hidden, active = ctx.saved_tensors
+        plain, _, back = ACTIVATIONS[ctx.kind]
+        if torch.is_grad_enabled():
+            return *_again(lambda x, up, down: F.linear(plain(F.linear(x, up)), down), (x, up, down), gradients), None
+        d_y = gradients[0].flatten(0, 1)
+        d_active, d_down = _linear_backward(active, down, d_y, (True, ctx.needs_input_grad[2]))
+        d_hidden = back(hidden, d_active).flatten(0, 1)
+        return *_linear_backward(x, up, d_hidden, ctx.needs_input_grad), d_down, None

@@ -12,7 +12,7 @@ from polarlm.attention.frequencies import Frequencies, Turns
 from polarlm.attention.initialisation import linear
 from polarlm.attention.kernels import DirectionalNoise
 from polarlm.attention.kernels.native_decode import Recipe
-from polarlm.attention.lean import rotate, rotate_heads
+from polarlm.attention.lean import rotate, rotated_heads
 from polarlm.attention.mixer import (
     Mixer,
     MixerShape,
@@ -51,14 +51,16 @@ class StandardAttention(Mixer):
 
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         """y_i = sum_j softmax(q_i . k_j / sqrt(Dh)) v_j, per head, then W_o."""
-        qkv = self.qkv(x)
         if decoder := decoder_for(x, context, "auto", self._recipe):
-            return self.out(decode(decoder, context, *self._parts(qkv)))
+            return self.out(decode(decoder, context, *self._projected(x)))
         turns: Turns = self.frequencies(context)
-        if self._only_turns() and context.record is None and (placed := rotate_heads(qkv, self.heads, *turns.queries)):
+        placed = None
+        if self._only_turns() and context.record is None:
+            placed = rotated_heads(x, self.qkv, self.heads, *turns.queries)
+        if placed is not None:
             q_turned, k_turned, v = placed
         else:
-            q, k, v = (split_heads(part, heads) for part, heads in zip(self._parts(qkv), self.heads))
+            q, k, v = (split_heads(part, heads) for part, heads in zip(self._projected(x), self.heads))
             if self.q_norm is not None and self.k_norm is not None:
                 wide = torch.promote_types(v.dtype, torch.float32)  # norms are fp32 or better
                 q, k = self.q_norm(q.to(wide)).to(v.dtype), self.k_norm(k.to(wide)).to(v.dtype)
@@ -83,8 +85,8 @@ class StandardAttention(Mixer):
             update = update * self.head_gate(x).transpose(1, 2).unsqueeze(-1)
         return self.out(merge_heads(update))
 
-    def _parts(self, qkv: Tensor) -> tuple[Tensor, ...]:
-        return qkv.split([heads * self.shape.head_dim for heads in self.heads], dim=-1)
+    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.qkv(x).split([heads * self.shape.head_dim for heads in self.heads], dim=-1)
 
     def _only_turns(self) -> bool:
         """Whether nothing but a rotation lies between the projection and the product."""
