@@ -22,8 +22,12 @@ from polarlm.attention.kernels.native_rows import (
     sphere,
     sphere_backward,
     takes_rows,
+    tangent,
+    tangent_backward,
     turn,
+    turned_sphere_backward,
 )
+from polarlm.geometry import project
 from polarlm.geometry import rotate as plain_rotate
 
 # Only keeps the zero vector finite: a fresh un-normalised stream is small but meaningful.
@@ -119,6 +123,107 @@ class _RotatedHeads(torch.autograd.Function):
         turn(d_k, cos, sin, inverse=True, out=to_k)
         to_v.copy_(d_v)
         return *_linear_backward(x, weight, d_qkv.view(batch * tokens, -1), ctx.needs_input_grad), None, None, None
+
+
+def sphere_heads(
+    x: Tensor, qk: nn.Linear, v: nn.Linear, heads: tuple[int, int], radius: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """q and k (B, heads, T, Dh) at per-channel RMS `radius` in every head, v at RMS 1 over all of them, all rotated, and
+    the RMS (B, T, 1) that v had; of projections of x (B, T, d). None where it takes other ways.
+
+    What they were before can be told from what they became, so only that is kept.
+    """
+    if cos.requires_grad or cos.dim() == 4 or cos.dtype != x.dtype or not takes_products(x, qk, v):
+        return None
+    if cos.dim() == 3:
+        cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
+    return _SphereHeads.apply(x, qk.weight, v.weight, radius, heads, cos, sin)
+
+
+class _SphereHeads(torch.autograd.Function):
+    """On spheres and rotated, in the memory of the projections."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w_qk: Tensor, w_v: Tensor, radius: Tensor, heads: tuple[int, int], cos: Tensor, sin: Tensor
+    ) -> Any:
+        q_k = F.linear(x, w_qk).unflatten(-1, (sum(heads), -1)).transpose(1, 2)
+        rms, _ = sphere(q_k, float(radius), SPHERE_EPS, out=q_k)
+        flat = F.linear(x, w_v)
+        m, _ = sphere(flat, 1.0, SPHERE_EPS, out=flat)
+        v = flat.unflatten(-1, (heads[1], -1)).transpose(1, 2)
+        for part in (q_k, v):
+            turn(part, cos, sin, inverse=False, out=part)
+        ctx.save_for_backward(x, w_qk, w_v, radius, cos, sin, q_k, rms, v, m)
+        ctx.heads = heads
+        return *q_k.split(heads, dim=1), v, m
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, w_qk, w_v, radius, cos, sin, q_k, rms, v, m = ctx.saved_tensors
+        heads, none = ctx.heads, (None, None, None)
+        if torch.is_grad_enabled():
+
+            def plain(x: Tensor, w_qk: Tensor, w_v: Tensor, radius: Tensor) -> tuple[Tensor, ...]:
+                q_k, v = (F.linear(x, w) for w in (w_qk, w_v))
+                q_k, m = q_k.unflatten(-1, (sum(heads), -1)).transpose(1, 2), _rms(v)
+                v = (v / m).unflatten(-1, (heads[1], -1)).transpose(1, 2)
+                q_k, v = (plain_rotate(part, cos, sin) for part in (q_k * (radius / _rms(q_k)), v))
+                return *q_k.split(heads, dim=1), v, m
+
+            return *_again(plain, (x, w_qk, w_v, radius), gradients), *none
+        *d_parts, d_turned, d_m = gradients
+        d_radius, before_qk, before_v = torch.zeros_like(radius), _rows_like(q_k), _rows_like(v)
+        for d_y, y, scale, d_x in zip(d_parts, *(part.split(heads, dim=1) for part in (q_k, rms, before_qk))):
+            d_radius += turned_sphere_backward(y, float(radius), scale, None, d_y, cos, sin, d_x)
+        turned_sphere_backward(v, 1.0, m, d_m, d_turned, cos, sin, before_v)
+        needed, flat = ctx.needs_input_grad, x.flatten(0, 1)
+        d_qk, d_v = (part.transpose(1, 2).reshape(len(flat), -1) for part in (before_qk, before_v))
+        d_x = torch.addmm(d_qk @ w_qk, d_v, w_v).view_as(x) if needed[0] else None
+        d_w = (d.t() @ flat if wanted else None for d, wanted in zip((d_qk, d_v), needed[1:3]))
+        return d_x, *d_w, d_radius if needed[3] else None, *none
+
+
+def _rows_like(x: Tensor) -> Tensor:
+    """Unwritten, of the shape of x (B, H, T, Dh), with a token's heads side by side."""
+    batch, heads, tokens, size = x.shape
+    return x.new_empty(batch, tokens, heads, size).transpose(1, 2)
+
+
+def tangent_step(v: Tensor, v_bar: Tensor, scale: float, cos: Tensor, sin: Tensor) -> Tensor | None:
+    """scale (v_bar - v <v, v_bar>/<v, v>) of every head, rotated back: (B, T, H, Dh) of v, v_bar (B, H, T, Dh).
+
+    None where it takes other ways.
+    """
+    plain = cos.requires_grad or cos.dim() == 4 or cos.dtype != v.dtype or v_bar.dtype != v.dtype
+    if plain or v.shape != v_bar.shape or not (takes_rows(v) and takes_rows(v_bar)):
+        return None
+    if cos.dim() == 3:
+        cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
+    return _Tangent.apply(v, v_bar, scale, cos, sin).transpose(1, 2)
+
+
+class _Tangent(torch.autograd.Function):
+    """Keeps its inputs alone, which the attention before it keeps as well."""
+
+    @staticmethod
+    def forward(ctx: Any, v: Tensor, v_bar: Tensor, scale: float, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(v, v_bar, cos, sin)
+        ctx.scale = scale
+        out = _rows_like(v)
+        tangent(v, v_bar, scale, cos, sin, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        v, v_bar, cos, sin = ctx.saved_tensors
+        if torch.is_grad_enabled():
+
+            def plain(v: Tensor, v_bar: Tensor) -> Tensor:
+                return plain_rotate(ctx.scale * project(v, v_bar, mode="per_head"), cos, sin, inverse=True)
+
+            return *_again(plain, (v, v_bar), gradients), None, None, None
+        return *tangent_backward(v, v_bar, ctx.scale, cos, sin, gradients[0]), None, None, None
 
 
 def _linear_backward(x: Tensor, weight: Tensor, d_y: Tensor, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:

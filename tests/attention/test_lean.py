@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from polarlm.attention.estimator import Estimator
 from polarlm.attention.kernels.native_rows import takes_rows
-from polarlm.attention.lean import feed_forward, on_sphere, rms_norm, rotate, rotated_heads, takes_products
+from polarlm.attention.lean import feed_forward, on_sphere, rms_norm, rotate, rotated_heads, sphere_heads, takes_products, tangent_step
+from polarlm.geometry import project
 from polarlm.geometry import rotate as plain_rotate
 from polarlm.geometry.transport import rotary_tables
 
@@ -168,6 +169,45 @@ def test_rotated_heads_equal_the_plain_formula(heads: tuple, size: int, tokens: 
     torch.testing.assert_close(gradients(ours, inputs), gradients(theirs, inputs), rtol=1e-4, atol=1e-4)
 
 
+def plain_sphere_heads(x: Tensor, qk: nn.Linear, v: nn.Linear, heads: tuple[int, int], radius: Tensor, *tables: Tensor):
+    m, direction = plain_on_sphere(v(x), 1.0)
+    q_k = plain_on_sphere(qk(x).unflatten(-1, (sum(heads), -1)), radius)[1].transpose(1, 2)
+    turned = plain_rotate(direction.unflatten(-1, (heads[1], -1)).transpose(1, 2), *tables)
+    return *plain_rotate(q_k, *tables).split(heads, 1), turned, m
+
+
+@pytest.mark.parametrize(("heads", "size", "tokens"), [((1, 1), 2, 1), ((3, 3), 6, 63), ((4, 2), 32, 65)])
+@pytest.mark.parametrize("per_document", [False, True])
+def test_sphere_heads_equal_the_plain_formula(heads: tuple, size: int, tokens: int, per_document: bool) -> None:
+    qk, v = maps((10, sum(heads) * size), (10, heads[1] * size))
+    positions = torch.randint(50, (2, tokens)) if per_document else torch.arange(tokens)
+    tables = rotary_tables(positions, size)
+    x, radius = torch.randn(2, tokens, 10, requires_grad=True), torch.tensor(0.7, requires_grad=True)
+    ours, theirs = (make(x, qk, v, heads, radius, *tables) for make in (sphere_heads, plain_sphere_heads))
+    assert ours is not None
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    inputs = [x, qk.weight, v.weight, radius]
+    torch.testing.assert_close(gradients(ours, inputs), gradients(theirs, inputs), rtol=1e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize(("heads", "size", "tokens"), [(1, 2, 1), (3, 6, 63), (2, 32, 65)])
+@pytest.mark.parametrize("per_document", [False, True])
+def test_tangent_step_equals_the_plain_formula(heads: int, size: int, tokens: int, per_document: bool) -> None:
+    tables = rotary_tables(torch.randint(50, (2, tokens)) if per_document else torch.arange(tokens), size)
+    v = torch.randn(2, tokens, heads, size).transpose(1, 2).requires_grad_()
+    v_bar = torch.randn(2, heads, tokens, size, requires_grad=True)
+    ours = tangent_step(v, v_bar, 0.7, *tables)
+    theirs = plain_rotate(0.7 * project(v, v_bar, mode="per_head"), *tables, inverse=True).transpose(1, 2)
+    assert ours is not None and ours.is_contiguous()
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradients((ours,), [v, v_bar]), gradients((theirs,), [v, v_bar]), rtol=1e-3, atol=1e-4)
+    nothing = torch.zeros_like(v, requires_grad=True)
+    step = tangent_step(nothing, v_bar, 1.0, *tables)
+    assert step is not None
+    torch.testing.assert_close(step, plain_rotate(v_bar, *tables, inverse=True).transpose(1, 2), rtol=1e-5, atol=1e-5)
+    assert all(torch.isfinite(g).all() for g in gradients((step,), [nothing, v_bar]))
+
+
 def test_products_somebody_listens_to_take_the_ordinary_way() -> None:
     x, seen = torch.randn(1, 3, 8), []
     up, down = maps((8, 32), (32, 8))
@@ -194,7 +234,7 @@ def test_norm_and_activations_of_extreme_numbers_stay_finite() -> None:
     assert torch.equal(gelu, F.gelu(x)), "its limits are exact"
 
 
-def test_norm_heads_and_feed_forward_can_be_differentiated_twice() -> None:
+def test_what_is_one_node_can_be_differentiated_twice() -> None:
     x, gain = torch.randn(2, 5, 32, requires_grad=True), torch.rand(32, requires_grad=True)
     up, down = maps((32, 64), (64, 32))
     wide, narrow = maps((32, 64), (32, 32))
@@ -204,11 +244,20 @@ def test_norm_heads_and_feed_forward_can_be_differentiated_twice() -> None:
         q, k, v = wide(x).unflatten(-1, (8, 8)).transpose(1, 2).split((4, 2, 2), 1)
         return torch.cat((plain_rotate(q, *tables), plain_rotate(k, *tables), v), 1)
 
+    makers = sphere_heads, plain_sphere_heads
     pairs = [
         (lambda: rms_norm(x, gain, 1e-6), lambda: F.rms_norm(x, (32,), gain, 1e-6)),
         (lambda: feed_forward(x, up, down, "gelu"), lambda: plain_feed_forward(x, up, down, "gelu")),
         (lambda: feed_forward(x, wide, narrow, "swiglu"), lambda: plain_feed_forward(x, wide, narrow, "swiglu")),
         (lambda: torch.cat(rotated_heads(x, wide, (4, 2, 2), *tables), 1), plain_heads),
+        *(
+            tuple((lambda make=make, i=i: make(x, wide, narrow, (4, 4), gain[0], *tables)[i]) for make in makers)
+            for i in range(4)
+        ),
+        (
+            lambda: tangent_step(x[:, None, :, :8], x[:, None, :, 8:16], 0.7, *tables),
+            lambda: plain_rotate(0.7 * project(x[..., :8], x[..., 8:16], mode="per_head"), *tables, inverse=True),
+        ),
     ]
     for pair in pairs:
         second = []
