@@ -8,6 +8,7 @@ CPU native code does each in one pass.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polarlm.attention.kernels import native_rows
+from polarlm.attention.kernels.build import processor
 from polarlm.attention.kernels.native_rows import (
     norm,
     norm_backward,
@@ -32,6 +34,7 @@ from polarlm.geometry import rotate as plain_rotate
 
 # Only keeps the zero vector finite: a fresh un-normalised stream is small but meaningful.
 SPHERE_EPS = 1e-12
+WORTH_ANOTHER_PRODUCT = 64  # rows; finding oneDNN's code again takes some microseconds
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
@@ -64,6 +67,25 @@ class _Rotation(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return _Rotation.apply(gradients[0], cos, -sin), None, None
+
+
+@functools.cache
+def _other_product() -> Any:
+    """oneDNN's x W^T where it is the faster one: on AMD's processors MKL leaves their widest vectors unused.
+
+    A rule and not a measurement, so that a run repeated on a machine gives the same bits.
+    """
+    wide = torch.backends.cpu.get_cpu_capability() == "AVX512" and "AMD" in processor()
+    return (
+        getattr(torch.ops.mkldnn, "_linear_pointwise", None) if wide and torch.backends.mkldnn.is_available() else None
+    )
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T of fp32 numbers on a CPU."""
+    if x.shape[0] * x.shape[1] < WORTH_ANOTHER_PRODUCT or not torch.backends.mkldnn.enabled or not _other_product():
+        return F.linear(x, weight)
+    return _other_product()(x, weight, None, "none", [], "")
 
 
 def takes_products(x: Tensor, *layers: nn.Linear) -> bool:
@@ -100,7 +122,7 @@ class _RotatedHeads(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, heads: tuple[int, int, int], cos: Tensor, sin: Tensor) -> Any:
         ctx.save_for_backward(x, weight, cos, sin)
         ctx.heads = heads
-        by_head = F.linear(x, weight).unflatten(-1, (sum(heads), -1)).transpose(1, 2)
+        by_head = _product(x, weight).unflatten(-1, (sum(heads), -1)).transpose(1, 2)
         q_k = by_head[:, : heads[0] + heads[1]]
         turn(q_k, cos, sin, inverse=False, out=q_k)
         return by_head.split(heads, dim=1)
@@ -122,7 +144,7 @@ class _RotatedHeads(torch.autograd.Function):
         turn(d_q, cos, sin, inverse=True, out=to_q)
         turn(d_k, cos, sin, inverse=True, out=to_k)
         to_v.copy_(d_v)
-        return *_linear_backward(x, weight, d_qkv.view(batch * tokens, -1), ctx.needs_input_grad), None, None, None
+        return *_linear_backward(x, weight, d_qkv.flatten(-2), ctx.needs_input_grad), None, None, None
 
 
 def sphere_heads(
@@ -147,9 +169,9 @@ class _SphereHeads(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, w_qk: Tensor, w_v: Tensor, radius: Tensor, heads: tuple[int, int], cos: Tensor, sin: Tensor
     ) -> Any:
-        q_k = F.linear(x, w_qk).unflatten(-1, (sum(heads), -1)).transpose(1, 2)
+        q_k = _product(x, w_qk).unflatten(-1, (sum(heads), -1)).transpose(1, 2)
         rms, _ = sphere(q_k, float(radius), SPHERE_EPS, out=q_k)
-        flat = F.linear(x, w_v)
+        flat = _product(x, w_v)
         m, _ = sphere(flat, 1.0, SPHERE_EPS, out=flat)
         v = flat.unflatten(-1, (heads[1], -1)).transpose(1, 2)
         for part in (q_k, v):
@@ -177,11 +199,12 @@ class _SphereHeads(torch.autograd.Function):
         for d_y, y, scale, d_x in zip(d_parts, *(part.split(heads, dim=1) for part in (q_k, rms, before_qk))):
             d_radius += turned_sphere_backward(y, float(radius), scale, None, d_y, cos, sin, d_x)
         turned_sphere_backward(v, 1.0, m, d_m, d_turned, cos, sin, before_v)
-        needed, flat = ctx.needs_input_grad, x.flatten(0, 1)
-        d_qk, d_v = (part.transpose(1, 2).reshape(len(flat), -1) for part in (before_qk, before_v))
-        d_x = torch.addmm(d_qk @ w_qk, d_v, w_v).view_as(x) if needed[0] else None
-        d_w = (d.t() @ flat if wanted else None for d, wanted in zip((d_qk, d_v), needed[1:3]))
-        return d_x, *d_w, d_radius if needed[3] else None, *none
+        d_qk, d_v = (part.transpose(1, 2).flatten(-2) for part in (before_qk, before_v))
+        needed = ctx.needs_input_grad
+        d_x, d_w_qk = _linear_backward(x, w_qk, d_qk, needed)
+        more, d_w_v = _linear_backward(x, w_v, d_v, (needed[0], needed[2]))
+        d_x = None if d_x is None or more is None else d_x.add_(more)
+        return d_x, d_w_qk, d_w_v, d_radius if needed[3] else None, *none
 
 
 def _rows_like(x: Tensor) -> Tensor:
@@ -227,9 +250,9 @@ class _Tangent(torch.autograd.Function):
 
 
 def _linear_backward(x: Tensor, weight: Tensor, d_y: Tensor, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """Gradients of x (..., d) and W from that of x W^T, given as rows."""
-    d_x = (d_y @ weight).view_as(x) if needed[0] else None
-    return d_x, d_y.t() @ x.flatten(0, -2) if needed[1] else None
+    """Gradients of x (B, T, d) and W from that of x W^T."""
+    d_x = _product(d_y, weight.t()) if needed[0] else None
+    return d_x, d_y.flatten(0, 1).t() @ x.flatten(0, 1) if needed[1] else None
 
 
 def _again(
@@ -327,7 +350,7 @@ def feed_forward(x: Tensor, up: nn.Linear, down: nn.Linear, kind: str) -> Tensor
     if up.out_features % 32 or not takes_products(x, up, down):
         return down(ACTIVATIONS[kind][0](up(x)))
     if not torch.is_grad_enabled():
-        return down(ACTIVATIONS[kind][1](up(x)))
+        return _product(ACTIVATIONS[kind][1](_product(x, up.weight)), down.weight)
     return _FeedForward.apply(x, up.weight, down.weight, kind)
 
 
@@ -336,11 +359,11 @@ class _FeedForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, up: Tensor, down: Tensor, kind: str) -> Tensor:
-        hidden = F.linear(x, up)
+        hidden = _product(x, up)
         active = ACTIVATIONS[kind][1](hidden)
         ctx.save_for_backward(x, up, down, hidden, active)
         ctx.kind = kind
-        return F.linear(active, down)
+        return _product(active, down)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -348,7 +371,5 @@ class _FeedForward(torch.autograd.Function):
         plain, _, back = ACTIVATIONS[ctx.kind]
         if torch.is_grad_enabled():
             return *_again(lambda x, up, down: F.linear(plain(F.linear(x, up)), down), (x, up, down), gradients), None
-        d_y = gradients[0].flatten(0, 1)
-        d_active, d_down = _linear_backward(active, down, d_y, (True, ctx.needs_input_grad[2]))
-        d_hidden = back(hidden, d_active).flatten(0, 1)
-        return *_linear_backward(x, up, d_hidden, ctx.needs_input_grad), d_down, None
+        d_active, d_down = _linear_backward(active, down, gradients[0], (True, ctx.needs_input_grad[2]))
+        return *_linear_backward(x, up, back(hidden, d_active), ctx.needs_input_grad), d_down, None

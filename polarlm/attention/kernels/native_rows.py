@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ PASSES = (
     "rotate", "sphere", "norm", "gate", "gate_backward", "gelu", "gelu_backward", "tangent", "tangent_backward",
     "sphere_backward", "turned_sphere_backward", "norm_backward",
 )  # fmt: skip
-# An address and three strides for every operand, and where sums go. One array of numbers: filling in a structure field
-# by field would take longer than a small pass itself.
-Words = ctypes.c_int64 * (len(NUMBERS) + 4 * len(OPERANDS) + 1)
+# An address and three strides for every operand, and where sums go. Packed at once: filling in a structure of ctypes
+# would take longer than a small pass itself.
+WORDS = struct.Struct(f"{len(NUMBERS) + 4 * len(OPERANDS) + 1}q")
+NUMBER_OF = {name: number for number, name in enumerate(PASSES)}
 NOTHING = (0, 0, 0, 0)
 
 
@@ -153,7 +155,7 @@ def _run(
     for key in OPERANDS[1:]:
         words += _at(operands.get(key))
     words.append(0 if total is None else total.data_ptr())
-    _function()(PASSES.index(name), Words(*words), radius, eps, parallel())
+    _function()(NUMBER_OF[name], WORDS.pack(*words), radius, eps, parallel())
 
 
 def _at(x: Tensor | None) -> tuple[int, int, int, int]:
@@ -170,7 +172,7 @@ def _at(x: Tensor | None) -> tuple[int, int, int, int]:
 @functools.cache
 def _function() -> Any:
     function = library("float").polarlm_rows
-    function.argtypes = (ctypes.c_int64, Words, ctypes.c_double, ctypes.c_double, ctypes.c_void_p)
+    function.argtypes = (ctypes.c_int64, ctypes.c_char_p, ctypes.c_double, ctypes.c_double, ctypes.c_void_p)
     function.restype = None
     return function
 
