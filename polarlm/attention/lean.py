@@ -150,10 +150,10 @@ class _RotatedHeads(torch.autograd.Function):
 def sphere_heads(
     x: Tensor, qk: nn.Linear, v: nn.Linear, heads: tuple[int, int], radius: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """q and k (B, heads, T, Dh) at per-channel RMS `radius` in every head, v at RMS 1 over all of them, all rotated, and
-    the RMS (B, T, 1) that v had; of projections of x (B, T, d). None where it takes other ways.
+    """q and k (B, heads, T, Dh) on spheres and rotated, v too, and v's RMS (B, T, 1); None where it takes other ways.
 
-    What they were before can be told from what they became, so only that is kept.
+    They are projections of x (B, T, d), q and k at RMS `radius` in every head, v at RMS 1 over all of them. What they
+    were before can be told from what they became, so only that is kept.
     """
     if cos.requires_grad or cos.dim() == 4 or cos.dtype != x.dtype or not takes_products(x, qk, v):
         return None

@@ -196,7 +196,7 @@ class PolarAttention(Mixer):
 
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         """Algorithm 1, steps 1 to 8; steps 9 and 10 (residual, feed-forward) are the block's."""
-        decoder = decoder_for(x, context, self.backend, lambda: polar_recipe(self))
+        decoder = self.decoder(x, context)
         if decoder is not None and self.qk is not None:
             q, k = self.qk(x).split([self.rotary_dim * n for n in (self.shape.n_head, self.shape.n_kv_head)], dim=-1)
             return self.out(decode(decoder, context, q, k, self.v(x)))
@@ -297,6 +297,14 @@ class PolarAttention(Mixer):
             if output.m_bar is not None:
                 record["delta_m"] = delta_m
         return leave(step.transpose(1, 2)).transpose(1, 2)
+
+    def decoder(self, x: Tensor, context: TokenContext) -> Any:
+        """Of the recipe; the Gaussian kernel has none."""
+        return decoder_for(x, context, self.backend, lambda: polar_recipe(self))
+
+    def projections(self) -> tuple[nn.Linear, ...]:
+        """Queries with keys, and values."""
+        return (self.qk, self.v) if self.qk is not None else (self.v,)
 
     def _refined(self, call: RobustCall, parameters: dict[str, Tensor]) -> RobustCall:
         """One iteration of reweighting (Appendix E): what the keys agree on takes the query's place."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -51,7 +53,7 @@ class StandardAttention(Mixer):
 
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         """y_i = sum_j softmax(q_i . k_j / sqrt(Dh)) v_j, per head, then W_o."""
-        if decoder := decoder_for(x, context, "auto", self._recipe):
+        if decoder := self.decoder(x, context):
             return self.out(decode(decoder, context, *self._projected(x)))
         turns: Turns = self.frequencies(context)
         placed = None
@@ -107,6 +109,14 @@ class StandardAttention(Mixer):
     def projection(self) -> str | None:
         """What `combine` is called in geometry/multihead.py, for decoding; a block made from this one has to say so."""
         return "none" if type(self) is StandardAttention else None
+
+    def decoder(self, x: Tensor, context: TokenContext) -> Any:
+        """Of the recipe."""
+        return decoder_for(x, context, "auto", self._recipe)
+
+    def projections(self) -> tuple[nn.Linear, ...]:
+        """All three in one."""
+        return (self.qkv,)
 
     def _recipe(self) -> Recipe | None:
         """What a layer decodes with: soft-max attention is the exponential kernel of -2 q.k at precision 1."""

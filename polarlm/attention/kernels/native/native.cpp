@@ -1,7 +1,7 @@
 // Robust attention for CPUs: both passes as one parallel loop each, called from Python with raw pointers (native.py).
 // Compiled once for REAL=float and, where somebody asks for it, once for REAL=double.
 #include "backward.h"
-#include "decode.h"
+#include "layer.h"
 
 using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel of the runtime torch uses
 
@@ -75,6 +75,7 @@ extern "C" {
 int64_t polarlm_call_size() { return sizeof(Call); }
 int64_t polarlm_rows_size() { return sizeof(Operands); }
 int64_t polarlm_decode_size() { return sizeof(Decode); }
+int64_t polarlm_layer_size() { return sizeof(Layer); }
 int64_t polarlm_vector_bytes() { return VECTOR_BYTES; }
 void polarlm_forward(const Call* call, Parallel parallel) { forward<REAL>(*call, parallel); }
 void polarlm_backward(const Call* call, Parallel parallel) { backward<REAL>(*call, parallel); }
@@ -83,6 +84,11 @@ void polarlm_drop_tables(void* tables) { delete static_cast<Tables<REAL>*>(table
 void polarlm_decode(const Decode* d, Parallel parallel) {
     share(parallel, d->call.threads, d->rows, [&](int64_t row) {
         DecodeRow<REAL>(*d, row).run((REAL*)d->out + row * d->call.heads * d->call.size);
+    });
+}
+void polarlm_layer(const Layer* l, Parallel parallel) {
+    layer<REAL>(*l, [&](int64_t items, int64_t work, auto one) {
+        share(parallel, work >= (1 << 18) ? l->threads : 1, items, one);
     });
 }
 void polarlm_rows(int64_t pass, const Operands* operands, double radius, double eps, Parallel parallel) {
