@@ -213,7 +213,7 @@ def _rows_like(x: Tensor) -> Tensor:
     return x.new_empty(batch, tokens, heads, size).transpose(1, 2)
 
 
-def tangent_step(v: Tensor, v_bar: Tensor, scale: float, cos: Tensor, sin: Tensor) -> Tensor | None:
+def tangent_step(v: Tensor, v_bar: Tensor, scale: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
     """scale (v_bar - v <v, v_bar>/<v, v>) of every head, rotated back: (B, T, H, Dh) of v, v_bar (B, H, T, Dh).
 
     None where it takes other ways.
@@ -223,7 +223,9 @@ def tangent_step(v: Tensor, v_bar: Tensor, scale: float, cos: Tensor, sin: Tenso
         return None
     if cos.dim() == 3:
         cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
-    return _Tangent.apply(v, v_bar, scale, cos, sin).transpose(1, 2)
+    if scale.requires_grad:
+        return scale * _Tangent.apply(v, v_bar, 1.0, cos, sin).transpose(1, 2)
+    return _Tangent.apply(v, v_bar, float(scale), cos, sin).transpose(1, 2)
 
 
 class _Tangent(torch.autograd.Function):

@@ -270,10 +270,9 @@ class PolarAttention(Mixer):
         """
         alpha, record = parameters["alpha"], context.record
         if record is None and prior is None and takes_tangent_step(self):
-            fixed = not alpha.requires_grad
-            step = tangent_step(own, output.v_bar, float(alpha) if fixed else 1.0, *frame.turns.queries)
+            step = tangent_step(own, output.v_bar, alpha, *frame.turns.queries)
             if step is not None:
-                return step if fixed else alpha * step
+                return step
         # Grouped value heads stand for each of their query heads (B, T, H, Dh).
         v_bar, wide = output.v_bar, torch.promote_types(own.dtype, torch.float32)
         group = v_bar.shape[1] // own.shape[1]

@@ -7,9 +7,10 @@ influence of a key falls with its Mahalanobis distance from the query.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from polarlm.attention.additions import HeadGate, ValueResidual
 from polarlm.attention.decoding import decode, decoder_for

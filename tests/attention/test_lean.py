@@ -101,6 +101,15 @@ def test_native_rows_equal_the_plain_formulas(tokens: int, heads: int, size: int
         )
 
 
+@pytest.mark.parametrize("heads", [1, 3])
+def test_one_turn_may_hold_for_all_tokens_and_one_per_head(heads: int) -> None:
+    cos, sin = rotary_tables(torch.arange(1, heads + 1), 6)
+    x = torch.randn(2, heads, 7, 6)
+    for shape in ((1, -1), (1, 1, 1, -1)) if heads == 1 else ((1, heads, 1, -1),):
+        tables = cos.view(shape), sin.view(shape)
+        torch.testing.assert_close(rotate(x, *tables), plain_rotate(x, *tables))
+
+
 def test_native_rows_can_be_differentiated_twice() -> None:
     x = torch.randn(2, 5, 8, requires_grad=True)
     second = []
@@ -221,13 +230,15 @@ def test_tangent_step_equals_the_plain_formula(heads: int, size: int, tokens: in
     tables = rotary_tables(torch.randint(50, (2, tokens)) if per_document else torch.arange(tokens), size)
     v = torch.randn(2, tokens, heads, size).transpose(1, 2).requires_grad_()
     v_bar = torch.randn(2, heads, tokens, size, requires_grad=True)
-    ours = tangent_step(v, v_bar, 0.7, *tables)
-    theirs = plain_rotate(0.7 * project(v, v_bar, mode="per_head"), *tables, inverse=True).transpose(1, 2)
+    alpha = torch.tensor(0.7, requires_grad=per_document)
+    ours = tangent_step(v, v_bar, alpha, *tables)
+    theirs = plain_rotate(alpha * project(v, v_bar, mode="per_head"), *tables, inverse=True).transpose(1, 2)
     assert ours is not None and ours.is_contiguous()
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(gradients((ours,), [v, v_bar]), gradients((theirs,), [v, v_bar]), rtol=1e-3, atol=1e-4)
+    inputs = [v, v_bar, alpha] if per_document else [v, v_bar]
+    torch.testing.assert_close(gradients((ours,), inputs), gradients((theirs,), inputs), rtol=1e-3, atol=1e-4)
     nothing = torch.zeros_like(v, requires_grad=True)
-    step = tangent_step(nothing, v_bar, 1.0, *tables)
+    step = tangent_step(nothing, v_bar, torch.tensor(1.0), *tables)
     assert step is not None
     torch.testing.assert_close(step, plain_rotate(v_bar, *tables, inverse=True).transpose(1, 2), rtol=1e-5, atol=1e-5)
     assert all(torch.isfinite(g).all() for g in gradients((step,), [nothing, v_bar]))
@@ -280,7 +291,7 @@ def test_what_is_one_node_can_be_differentiated_twice() -> None:
             for i in range(4)
         ),
         (
-            lambda: tangent_step(x[:, None, :, :8], x[:, None, :, 8:16], 0.7, *tables),
+            lambda: tangent_step(x[:, None, :, :8], x[:, None, :, 8:16], torch.tensor(0.7), *tables),
             lambda: plain_rotate(0.7 * project(x[..., :8], x[..., 8:16], mode="per_head"), *tables, inverse=True),
         ),
     ]

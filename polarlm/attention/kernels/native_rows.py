@@ -162,11 +162,10 @@ def _at(x: Tensor | None) -> tuple[int, int, int, int]:
     """Address, and strides of batch, head and token: 0 along axes that it lacks, or has once for all."""
     if x is None:
         return NOTHING
-    steps, address = x.stride(), x.data_ptr()
-    if len(steps) == 4:
-        shape = x.shape
-        return address, steps[0] if shape[0] > 1 else 0, steps[1] if shape[1] > 1 else 0, steps[2]
-    return (address, 0, 0, steps[0] if len(steps) == 2 else 0) if len(steps) < 3 else (address, steps[0], 0, steps[1])
+    if x.dim() == 1:
+        return x.data_ptr(), 0, 0, 0
+    steps = [0 if size == 1 else step for size, step in zip(x.shape, x.stride())]
+    return x.data_ptr(), steps[0] if len(steps) > 2 else 0, steps[1] if len(steps) == 4 else 0, steps[-2]
 
 
 @functools.cache
