@@ -20,7 +20,7 @@ from benchmarks.blocks import BLOCKS, VOCABULARY, build, training_step
 from benchmarks.decoding import decoding
 from benchmarks.memory import memory_against_context
 from benchmarks.neighbour import with_a_neighbour
-from benchmarks.peers import NANOGPT, OURS, OURS_GELU, candidates
+from benchmarks.peers import LIKE_GELU, OURS, OURS_GELU, candidates
 from benchmarks.run import RESULTS
 from benchmarks.timing import ratios, turns
 from polarlm.training.loggers.throughput import measured_peak
@@ -85,7 +85,7 @@ def peers(quick: bool) -> list[dict]:
         made, sizes = candidates(context, batch, **shape)
         spent = turns(made, 2 if quick else rounds, warmup=1)
         for model in made:
-            base = OURS_GELU if model in (NANOGPT, OURS_GELU) else OURS
+            base = OURS_GELU if model in LIKE_GELU else OURS
             row = ratios({base: spent[base], model: spent[model]}, base)[model]
             row |= {"ours": row["ratio"], "goal": 1.0 if model not in (OURS, OURS_GELU) else None}
             rows.append({"shape": name, "model": model, "parameters": sizes[model], **row})

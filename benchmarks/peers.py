@@ -14,6 +14,20 @@ from benchmarks.timing import interleaved
 from polarlm.training.loggers.throughput import measured_peak
 
 OURS, OURS_GELU, NANOGPT = "polarlm standard", "polarlm standard, GELU", "GPT-2 as in nanoGPT"
+NANOGPT_ROTARY = f"{NANOGPT}, rotary"
+LIKE_GELU = (OURS_GELU, NANOGPT, NANOGPT_ROTARY)  # compared with our GELU model, the others with the SwiGLU one
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE as a tutorial has it."""
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+
+def tables(context: int, size: int) -> tuple[Tensor, Tensor]:
+    """Its cosines and sines (context, size)."""
+    angle = torch.outer(torch.arange(context), 1e4 ** (-torch.arange(0, size, 2) / size)).repeat(1, 2)
+    return angle.cos(), angle.sin()
 
 
 class BareBlock(nn.Module):
@@ -29,9 +43,7 @@ class BareBlock(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         b, t, d = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        q, k = (
-            z * cos + torch.cat([-z[..., z.shape[-1] // 2 :], z[..., : z.shape[-1] // 2]], -1) * sin for z in (q, k)
-        )
+        q, k = (rotated(z, cos, sin) for z in (q, k))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(b, t, d))
         gate, up = self.up(self.norm2(x)).chunk(2, -1)
@@ -48,21 +60,18 @@ class BareGPT(nn.Module):
         self.embedding = nn.Embedding(vocab_size, d_model)
         self.blocks = nn.ModuleList(BareBlock(d_model, n_head, hidden) for _ in range(n_layer))
         self.norm = nn.RMSNorm(d_model)
-        size = d_model // n_head
-        angle = torch.outer(torch.arange(context), 1e4 ** (-torch.arange(0, size, 2) / size)).repeat(1, 2)
-        self.register_buffer("cos", angle.cos(), persistent=False)
-        self.register_buffer("sin", angle.sin(), persistent=False)
+        self.turns = tables(context, d_model // n_head)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x, self.cos, self.sin)
+            x = block(x, *self.turns)
         logits = self.norm(x) @ self.embedding.weight.t()
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 class GPT2Block(nn.Module):
-    """LayerNorm, attention without rotation, GELU."""
+    """LayerNorm, attention, GELU."""
 
     def __init__(self, d: int, heads: int) -> None:
         super().__init__()
@@ -71,27 +80,44 @@ class GPT2Block(nn.Module):
         self.qkv, self.out = nn.Linear(d, 3 * d, bias=False), nn.Linear(d, d, bias=False)
         self.up, self.down = nn.Linear(d, 4 * d, bias=False), nn.Linear(4 * d, d, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, turns: tuple[Tensor, Tensor] | None) -> Tensor:
         b, t, d = x.shape
         q, k, v = (z.view(b, t, self.heads, -1).transpose(1, 2) for z in self.qkv(self.norm1(x)).split(d, dim=2))
+        if turns is not None:
+            q, k = rotated(q, *turns), rotated(k, *turns)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).contiguous().view(b, t, d))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class GPT2Like(nn.Module):
-    """The model that nanoGPT trains: GPT-2 without biases, learned positions, tied output, plain cross-entropy."""
+    """The model that nanoGPT trains: GPT-2 without biases, learned positions, tied output, plain cross-entropy.
 
-    def __init__(self, context: int, d_model: int, n_layer: int, n_head: int, vocab_size: int = VOCABULARY) -> None:
+    With `rotary` the positions are ours, put in as a tutorial would.
+    """
+
+    def __init__(
+        self,
+        context: int,
+        d_model: int,
+        n_layer: int,
+        n_head: int,
+        vocab_size: int = VOCABULARY,
+        rotary: bool = False,
+    ) -> None:
         super().__init__()
-        self.embedding, self.positions = nn.Embedding(vocab_size, d_model), nn.Embedding(context, d_model)
+        self.embedding = nn.Embedding(vocab_size, d_model)
+        self.positions = None if rotary else nn.Embedding(context, d_model)
+        self.turns = tables(context, d_model // n_head) if rotary else None
         self.blocks = nn.ModuleList(GPT2Block(d_model, n_head) for _ in range(n_layer))
         self.norm = nn.LayerNorm(d_model, bias=False)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        x = self.embedding(tokens)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(tokens.shape[1]))
         for block in self.blocks:
-            x = block(x)
+            x = block(x, self.turns)
         logits = self.norm(x) @ self.embedding.weight.t()
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -132,11 +158,13 @@ def candidates(context: int, batch: int, **shape: int) -> tuple[dict[str, Callab
     ours, gelu = build("standard", context, **shape), build("standard", context, **shape, ffn="gelu")
     hidden = ours.blocks[0].feed_forward.down.in_features
     bare, gpt2 = BareGPT(context, hidden, **shape), GPT2Like(context, **shape)
+    turned = GPT2Like(context, **shape, rotary=True)
     made = {
         OURS: (ours, ours.loss),
         OURS_GELU: (gelu, gelu.loss),
         "bare torch loop": (bare, bare.loss),
         NANOGPT: (gpt2, gpt2.loss),
+        NANOGPT_ROTARY: (turned, turned.loss),
     }
     if find_spec("transformers"):
         made["transformers Llama"] = _transformers(context, hidden, **shape)
@@ -162,7 +190,7 @@ def peers(context: int, tokens: int, rounds: int, **shape: int) -> list[dict]:
             "context": context,
             "parameters": sizes[name],
             "tokens/s": tokens / seconds,
-            "ours": seconds / spent[OURS_GELU if name == NANOGPT else OURS],
+            "ours": seconds / spent[OURS_GELU if name in LIKE_GELU else OURS],
             "mfu": flops / seconds / peak,
         }
         for name, seconds in spent.items()

@@ -56,6 +56,7 @@ class KeyValueCache:
         self.length = 0
         self.decoder: Any = None  # polarlm/attention/decoding.py: made at the first single token that asks for one
         self.asked = False
+        self.layer: Any = None  # polarlm/model/decoding.py: likewise for the whole layer; False: it takes the long way
         self.running: dict[str, Tensor] = {}  # what a mixer carries from token to token beside these, rows first
         self.keys = torch.zeros(batch, heads, length, head_dim, device=device, dtype=dtype)
         self.values = torch.zeros_like(self.keys)
@@ -116,6 +117,14 @@ class Mixer(nn.Module):
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> KeyValueCache:
         """An empty cache for `length` tokens."""
         return KeyValueCache(batch, self.shape.n_kv_head, length, self.rotary_dim, device, dtype)
+
+    def decoder(self, x: Tensor, context: TokenContext) -> Any:
+        """What decodes x (B, 1, d) in one native call (polarlm/attention/decoding.py), or None: the ordinary pass."""
+        return None
+
+    def projections(self) -> tuple[nn.Linear, ...]:
+        """The one or two maps that give such a decoder q, k and v side by side."""
+        raise NotImplementedError
 
     def flops_per_token(self, context: int) -> int:
         """Forward floating-point operations per token, averaged over the causal positions of a context."""

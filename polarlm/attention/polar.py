@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +27,15 @@ from polarlm.attention.kernels import (
     CONSENSUS,
     PLAIN_KERNELS,
     RADIAL_CORRELATIONS,
+    AttentionOutput,
     RobustCall,
     check_residual_form,
     robust_attention,
 )
-from polarlm.attention.lean import on_sphere
+from polarlm.attention.lean import on_sphere, tangent_step
 from polarlm.attention.mixer import KeyValueCache, Mixer, MixerShape, TokenContext
 from polarlm.attention.polar_decoding import polar_recipe
-from polarlm.attention.polar_inputs import project_inputs
+from polarlm.attention.polar_inputs import project_inputs, turned_inputs
 from polarlm.attention.polar_noise import (
     PARAMETERS,
     check_flow,
@@ -43,7 +44,7 @@ from polarlm.attention.polar_noise import (
     is_bounded,
     radial_noise,
 )
-from polarlm.attention.polar_step import check_retraction, directional_step, gated_mean, radial_step
+from polarlm.attention.polar_step import check_retraction, directional_step, gated_mean, radial_step, takes_tangent_step
 from polarlm.attention.polar_switches import (
     OFF,
     UNIT,
@@ -199,21 +200,24 @@ class PolarAttention(Mixer):
 
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         """Algorithm 1, steps 1 to 8; steps 9 and 10 (residual, feed-forward) are the block's."""
-        decoder = decoder_for(x, context, self.backend, lambda: polar_recipe(self))
+        decoder = self.decoder(x, context)
         if decoder is not None and self.qk is not None:
             q, k = self.qk(x).split([self.rotary_dim * n for n in (self.shape.n_head, self.shape.n_kv_head)], dim=-1)
             return self.out(decode(decoder, context, q, k, self.v(x)))
         parameters = self.estimator.read()
-        seen, q, k, v, m = project_inputs(self, x, parameters, context)  # step 1
-
-        frame = CommonFrame(self.frequencies(context))  # step 2
-        if self.transport is not None:
-            frame = self.transport(seen, frame.turns, self.frequencies, context.cache)
-        if self.rotate_values:
-            q_turned, k_turned, v_turned = frame.enter(q, k, v)
+        frame = CommonFrame(self.frequencies(context))
+        entered = turned_inputs(self, x, parameters, frame, context)  # steps 1 and 2 at once
+        if entered is not None:
+            q_turned, k_turned, own, m = entered
         else:
-            (q_turned, k_turned), v_turned = frame.enter(q, k), v
-        m_seen = m
+            seen, q, k, v, m = project_inputs(self, x, parameters, context)  # step 1
+            if self.transport is not None:
+                frame = self.transport(seen, frame.turns, self.frequencies, context.cache)
+            if self.rotate_values:  # step 2
+                q_turned, k_turned, own = frame.enter(q, k, v)
+            else:
+                (q_turned, k_turned), own = frame.enter(q, k), v
+        v_turned, m_seen = own, m
         if context.cache is not None:
             k_turned, v_turned, stored = context.cache.append(k_turned, v_turned, m)
             m_seen = m if stored is None else stored
@@ -244,11 +248,41 @@ class PolarAttention(Mixer):
         for _ in range(self.irls_steps - 1):
             call = self._refined(call, parameters)
         output = robust_attention(call, self.backend if record is None else "reference")  # steps 3 to 6
-        v_bar = frame.leave(output.v_bar) if self.rotate_values else output.v_bar
+        step = self._step(own, output, m, parameters, prior, frame, context)  # step 7
+        if record is not None:
+            record.update(q=q, k=k, v=v, magnitude=m, params=parameters, **frame.recorded(v_turned))
+            record_estimate(record, output)
+            if self.kernel == "student_mle":  # the power of its robust weight, nu + 1 in `student`
+                record["power"] = torch.ones_like(parameters["nu_t"])
+        if self.head_gate is not None:
+            step = step * self.head_gate(x).unsqueeze(-1)
+        step = step.to(own.dtype)
+        group = self.shape.n_head // self.shape.n_kv_head
+        return tied_output(step, self.v, group) if self.tie_output else self.out(step.flatten(-2))  # step 8
 
-        # Step 7. Grouped value heads stand for each of their query heads (B, T, H, Dh).
-        group, wide = v_bar.shape[1] // v.shape[1], torch.promote_types(v.dtype, torch.float32)
-        own = (v if group == 1 else v.repeat_interleave(group, dim=1)).transpose(1, 2).to(wide)
+    def _step(
+        self,
+        own: Tensor,
+        output: AttentionOutput,
+        m: Tensor,
+        parameters: dict[str, Tensor],
+        prior: Any,
+        frame: CommonFrame,
+        context: TokenContext,
+    ) -> Tensor:
+        """Step 7 in the common frame, where values and estimates are; its result (B, T, H, Dh) alone leaves it.
+
+        Nothing in it depends on the frame: inner products within a head, and sums of vectors of one head.
+        """
+        alpha, record = parameters["alpha"], context.record
+        if record is None and prior is None and takes_tangent_step(self):
+            step = tangent_step(own, output.v_bar, alpha, *frame.turns.queries)
+            if step is not None:
+                return step
+        # Grouped value heads stand for each of their query heads (B, T, H, Dh).
+        v_bar, wide = output.v_bar, torch.promote_types(own.dtype, torch.float32)
+        group = v_bar.shape[1] // own.shape[1]
+        own = (own if group == 1 else own.repeat_interleave(group, dim=1)).transpose(1, 2).to(wide)
         mean, log_evidence = v_bar.transpose(1, 2).to(wide), output.log_evidence.transpose(1, 2)
         if output.gate is not None:
             mean = gated_mean(own, mean, output.gate.transpose(1, 2))
@@ -257,24 +291,25 @@ class PolarAttention(Mixer):
             mean, log_evidence = prior.fuse(own, mean, log_evidence, context)
         tangent = project(own, mean, log_evidence, self.projection, self.evidence_clamp, self.projector)
         step = directional = directional_step(
-            own, mean, tangent, m, parameters["alpha"], alpha_over_m=self.alpha_over_m, retraction=self.retract
+            own, mean, tangent, m, alpha, alpha_over_m=self.alpha_over_m, retraction=self.retract
         )
         if output.m_bar is not None:
             delta_m = output.m_bar - m
             step = directional + radial_step(own, m, directional, parameters["beta"] * delta_m, retraction=self.retract)
-
+        leave = frame.leave if self.rotate_values else lambda x: x
         if record is not None:
-            record.update(q=q, k=k, v=v, magnitude=m, v_bar=v_bar, update=directional.transpose(1, 2))
-            record.update(params=parameters, **frame.recorded(v_turned))
-            record_estimate(record, output)
-            if self.kernel == "student_mle":  # the power of its robust weight, nu + 1 in `student`
-                record["power"] = torch.ones_like(parameters["nu_t"])
+            record.update(v_bar=leave(v_bar), update=leave(directional.transpose(1, 2)))
             if output.m_bar is not None:
                 record["delta_m"] = delta_m
-        if self.head_gate is not None:
-            step = step * self.head_gate(x).unsqueeze(-1)
-        step = step.to(v.dtype)
-        return tied_output(step, self.v, group) if self.tie_output else self.out(step.flatten(-2))  # step 8
+        return leave(step.transpose(1, 2)).transpose(1, 2)
+
+    def decoder(self, x: Tensor, context: TokenContext) -> Any:
+        """Of the recipe; the Gaussian kernel has none."""
+        return decoder_for(x, context, self.backend, lambda: polar_recipe(self))
+
+    def projections(self) -> tuple[nn.Linear, ...]:
+        """Queries with keys, and values."""
+        return (self.qk, self.v) if self.qk is not None else (self.v,)
 
     def _refined(self, call: RobustCall, parameters: dict[str, Tensor]) -> RobustCall:
         """One iteration of reweighting (Appendix E): what the keys agree on takes the query's place."""

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from polarlm.attention.lean import on_sphere
+from polarlm.attention.content_transport import CommonFrame
+from polarlm.attention.lean import on_sphere, sphere_heads
 from polarlm.attention.mixer import TokenContext, split_heads
 
 if TYPE_CHECKING:
@@ -55,3 +56,16 @@ def project_inputs(mixer: PolarAttention, x: Tensor, parameters: dict[str, Tenso
     if mixer.q_gain is not None and mixer.k_gain is not None:
         q, k = q * mixer.q_gain.to(q.dtype), k * mixer.k_gain.to(k.dtype)
     return Inputs(x, q, k, v, m)
+
+
+def turned_inputs(
+    mixer: PolarAttention, x: Tensor, parameters: dict[str, Tensor], frame: CommonFrame, context: TokenContext
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """q, k and v in the common frame and the magnitude (B, T), in one go; None where a switch asks for the long way."""
+    usual = mixer.norm_position == "both" and mixer.norm_scope == "per_head" and mixer.norm_values
+    bare = mixer.q_gain is None and mixer.value_residual is None and mixer.transport is None
+    if mixer.qk is None or not (usual and bare and mixer.rotate_values) or context.record is not None:
+        return None
+    heads, radius = (mixer.shape.n_head, mixer.shape.n_kv_head), parameters["radius"] * 0.5**0.5
+    made = sphere_heads(x, mixer.qk, mixer.v, heads, radius, *frame.turns.keys)
+    return None if made is None else (*made[:3], made[3].squeeze(-1))

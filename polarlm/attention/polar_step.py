@@ -7,11 +7,16 @@ A retraction takes the step along the sphere instead: x+ - x = (m + beta dm) v+ 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from polarlm.attention.estimator import choice
 from polarlm.errors import UserError
 from polarlm.geometry.sphere import exp_map, geodesic_step, retract
+
+if TYPE_CHECKING:
+    from polarlm.attention.polar import PolarAttention
 
 RETRACTIONS = ("none", "norm", "exp", "geodesic")
 
@@ -39,6 +44,13 @@ def gated_mean(v: Tensor, gated_sum: Tensor, gate: Tensor) -> Tensor:
     them would turn the state between heads with nothing to turn to.
     """
     return gated_sum + (1 - gate).unsqueeze(-1) * v
+
+
+def takes_tangent_step(mixer: PolarAttention) -> bool:
+    """Whether the step is no more than alpha times the part of every head's estimate across its own value, turned."""
+    plain = mixer.projection == "per_head" and mixer.projector == "real" and mixer.consensus == "none"
+    ambient = mixer.retract == "none" and mixer.alpha_over_m and mixer.radial == "none"
+    return plain and ambient and mixer.rotate_values and mixer.transport is None
 
 
 def directional_step(

@@ -7,9 +7,10 @@ influence of a key falls with its Mahalanobis distance from the query.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from polarlm.attention.additions import HeadGate, ValueResidual
 from polarlm.attention.decoding import decode, decoder_for
@@ -108,7 +109,7 @@ class RobustFilterAttention(Mixer):
         """Rotate, estimate, aggregate, counter-rotate, W_o."""
         sizes = [heads * self.shape.head_dim for heads in self.heads]
         parts = self.qkv(x).split(sizes, dim=-1)
-        if decoder := decoder_for(x, context, self.backend, self._recipe):
+        if decoder := self.decoder(x, context):
             return self.out(decode(decoder, context, *parts))
         q, k, v = (split_heads(part, heads) for part, heads in zip(parts, self.heads))
         if self.qk_norm:  # |q|^2 = |k|^2 = d_h complex modes: half a unit per real channel
@@ -160,6 +161,14 @@ class RobustFilterAttention(Mixer):
             tau=parameters.get("tau"),
             process2=process2 / (2 * mu.clamp_min(SLOWEST_DECAY)),
         )
+
+    def decoder(self, x: Tensor, context: TokenContext) -> Any:
+        """Of the recipe."""
+        return decoder_for(x, context, self.backend, self._recipe)
+
+    def projections(self) -> tuple[nn.Linear, ...]:
+        """All three in one."""
+        return (self.qkv,)
 
     def _recipe(self) -> Recipe | None:
         """What a layer decodes with; frequencies of its own and additions take the long way."""

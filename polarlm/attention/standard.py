@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ from polarlm.attention.frequencies import Frequencies, Turns
 from polarlm.attention.initialisation import linear
 from polarlm.attention.kernels import DirectionalNoise
 from polarlm.attention.kernels.native_decode import Recipe
-from polarlm.attention.lean import rotate
+from polarlm.attention.lean import rotate, rotated_heads
 from polarlm.attention.mixer import (
     Mixer,
     MixerShape,
@@ -51,19 +53,23 @@ class StandardAttention(Mixer):
 
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         """y_i = sum_j softmax(q_i . k_j / sqrt(Dh)) v_j, per head, then W_o."""
-        sizes = [heads * self.shape.head_dim for heads in self.heads]
-        parts = self.qkv(x).split(sizes, dim=-1)
-        if decoder := decoder_for(x, context, "auto", self._recipe):
-            return self.out(decode(decoder, context, *parts))
-        q, k, v = (split_heads(part, heads) for part, heads in zip(parts, self.heads))
-        if self.q_norm is not None and self.k_norm is not None:
-            wide = torch.promote_types(v.dtype, torch.float32)  # norms are fp32 or better
-            q, k = self.q_norm(q.to(wide)).to(v.dtype), self.k_norm(k.to(wide)).to(v.dtype)
+        if decoder := self.decoder(x, context):
+            return self.out(decode(decoder, context, *self._projected(x)))
+        turns: Turns = self.frequencies(context)
+        placed = None
+        if self._only_turns() and context.record is None:
+            placed = rotated_heads(x, self.qkv, self.heads, *turns.queries)
+        if placed is not None:
+            q_turned, k_turned, v = placed
+        else:
+            q, k, v = (split_heads(part, heads) for part, heads in zip(self._projected(x), self.heads))
+            if self.q_norm is not None and self.k_norm is not None:
+                wide = torch.promote_types(v.dtype, torch.float32)  # norms are fp32 or better
+                q, k = self.q_norm(q.to(wide)).to(v.dtype), self.k_norm(k.to(wide)).to(v.dtype)
+            q_turned, k_turned = self.place(q, k, turns, context)
         if self.value_residual is not None:
             v = self.value_residual(v, context)
         own = v  # the query tokens' own values, in their own frame
-        turns: Turns = self.frequencies(context)
-        q_turned, k_turned = self.place(q, k, turns, context)
         v_turned = rotate(v, *turns.keys) if self.rotate_values else v
         if context.cache is not None:
             k_turned, v_turned, _ = context.cache.append(k_turned, v_turned)
@@ -81,6 +87,13 @@ class StandardAttention(Mixer):
             update = update * self.head_gate(x).transpose(1, 2).unsqueeze(-1)
         return self.out(merge_heads(update))
 
+    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.qkv(x).split([heads * self.shape.head_dim for heads in self.heads], dim=-1)
+
+    def _only_turns(self) -> bool:
+        """Whether nothing but a rotation lies between the projection and the product."""
+        return self.q_norm is None and type(self).place is StandardAttention.place
+
     def place(self, q: Tensor, k: Tensor, turns: Turns, context: TokenContext) -> tuple[Tensor, Tensor]:
         """Queries and keys with their positions in them, ready for the product."""
         return rotate(q, *turns.queries), rotate(k, *turns.keys)
@@ -96,6 +109,14 @@ class StandardAttention(Mixer):
     def projection(self) -> str | None:
         """What `combine` is called in geometry/multihead.py, for decoding; a block made from this one has to say so."""
         return "none" if type(self) is StandardAttention else None
+
+    def decoder(self, x: Tensor, context: TokenContext) -> Any:
+        """Of the recipe."""
+        return decoder_for(x, context, "auto", self._recipe)
+
+    def projections(self) -> tuple[nn.Linear, ...]:
+        """All three in one."""
+        return (self.qkv,)
 
     def _recipe(self) -> Recipe | None:
         """What a layer decodes with: soft-max attention is the exponential kernel of -2 q.k at precision 1."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from polarlm.attention.mixer import Mixer, MixerShape, TokenContext
 from polarlm.geometry import tangential_part
+from polarlm.model.decoding import decode_layer
 from polarlm.model.frames import FRAMES
 
 
@@ -29,6 +30,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         """(B, T, d) -> (B, T, d)."""
+        if (decoded := decode_layer(self, x, context)) is not None:
+            return decoded
         step = self.mixer(self.mixer_norm.read(x), context)
         middle = self._join(self.mixer_norm, x, step, self.mixer.project_stream != "none")
         step = self.feed_forward(self.ffn_norm.read(middle))

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polarlm.attention.initialisation import FEED_FORWARD_RMS, Initialisation, linear
-from polarlm.attention.lean import swiglu
+from polarlm.attention.lean import feed_forward
 from polarlm.errors import UserError
 
 SWIGLU_MULTIPLE = 32  # hidden sizes that matrix units like
@@ -39,9 +39,9 @@ class GeluFeedForward(TwoMatrices):
 
     rms = GELU_RMS
 
-    def activation(self, x: Tensor) -> Tensor:
-        """gelu(x)."""
-        return F.gelu(x)
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, d) -> (B, T, d)."""
+        return feed_forward(x, self.up, self.down, "gelu")
 
 
 class SquaredReluFeedForward(TwoMatrices):
@@ -65,7 +65,7 @@ class SwiGLUFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, d) -> (B, T, d)."""
-        return self.down(swiglu(self.gate_up(x)))
+        return feed_forward(x, self.gate_up, self.down, "swiglu")
 
 
 FEED_FORWARDS = {"gelu": GeluFeedForward, "relu2": SquaredReluFeedForward, "swiglu": SwiGLUFeedForward}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from polarlm.ignored import IGNORED
@@ -90,24 +91,24 @@ def _logits(hidden: Tensor, weight: Tensor, cap: float | None) -> Tensor:
     return cap_logits((hidden @ weight.t()).to(statistics), cap)
 
 
-def _to_logit_gradient(logits: Tensor, lse: Tensor, targets: Tensor, scale: Tensor | None, cap: float | None) -> Tensor:
-    """Overwrite logits with ∂(Σ scale·loss)/∂logits = scale·(soft-max − one-hot), zero where the target is ignored.
+def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Loss per target, 0 where it is ignored, and the log-probabilities."""
+    log_probabilities = logits.log_softmax(-1)
+    return F.nll_loss(log_probabilities, targets, reduction="none", ignore_index=IGNORED), log_probabilities
+
+
+def _logit_gradient(
+    logits: Tensor, log_probabilities: Tensor, targets: Tensor, scale: Tensor | None, cap: float | None
+) -> Tensor:
+    """∂(Σ scale·loss)/∂logits = scale·(soft-max − one-hot), zero where the target is ignored; over the probabilities.
 
     With a cap, with respect to the logits before it: tanh' = 1 − tanh².
     """
-    counted = targets != IGNORED
-    slope = None if cap is None else 1 - (logits / cap).square()
-    logits.sub_(lse[:, None]).exp_()
-    one_hot = counted.to(logits.dtype)
-    logits.scatter_add_(1, targets.clamp_min(0)[:, None], -one_hot[:, None])
-    logits.mul_((one_hot if scale is None else one_hot * scale)[:, None])
-    return logits if slope is None else logits.mul_(slope)
-
-
-def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    lse = logits.logsumexp(-1)
-    picked = logits.gather(1, targets.clamp_min(0)[:, None])[:, 0]
-    return torch.where(targets == IGNORED, 0.0, lse - picked), lse
+    gradient = log_probabilities.exp_()
+    counted = (targets != IGNORED).to(gradient.dtype)
+    gradient.scatter_add_(1, targets.clamp_min(0)[:, None], -counted[:, None])
+    gradient.mul_((counted if scale is None else counted * scale)[:, None])
+    return gradient if cap is None else gradient.mul_(1 - (logits / cap).square())
 
 
 class _Total(torch.autograd.Function):
@@ -126,11 +127,11 @@ class _Total(torch.autograd.Function):
                 rows = slice(start, start + chunk)
                 x = hidden[rows].to(dtype)
                 logits = _logits(x, w, cap)
-                losses, lse = _losses(logits, targets[rows])
+                losses, log_probabilities = _losses(logits, targets[rows])
                 total += losses.sum()
                 if not (need_hidden or need_weight):
                     continue
-                d_logits = _to_logit_gradient(logits, lse, targets[rows], None, cap).to(dtype)
+                d_logits = _logit_gradient(logits, log_probabilities, targets[rows], None, cap).to(dtype)
                 if d_hidden is not None:
                     d_hidden[rows] = d_logits @ w
                 if d_weight is not None:
@@ -153,14 +154,13 @@ class _PerToken(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             w = weight.to(ctx.dtype)
             pieces = zip(hidden.split(chunk), targets.split(chunk))
-            parts = [_losses(_logits(x.to(ctx.dtype), w, cap), y) for x, y in pieces]
-        losses, lse = (torch.cat(part) for part in zip(*parts))
-        ctx.save_for_backward(hidden, weight, targets, lse)
-        return losses
+            losses = [_losses(_logits(x.to(ctx.dtype), w, cap), y)[0] for x, y in pieces]
+        ctx.save_for_backward(hidden, weight, targets)
+        return torch.cat(losses)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        hidden, weight, targets, lse = ctx.saved_tensors
+        hidden, weight, targets = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         d_weight = torch.zeros_like(weight) if need_weight else None
@@ -170,7 +170,9 @@ class _PerToken(torch.autograd.Function):
                 rows = slice(start, start + ctx.chunk)
                 x = hidden[rows].to(ctx.dtype)
                 logits = _logits(x, w, ctx.cap)
-                d_logits = _to_logit_gradient(logits, lse[rows], targets[rows], gradient[rows], ctx.cap).to(ctx.dtype)
+                log_probabilities = logits.log_softmax(-1)
+                d_logits = _logit_gradient(logits, log_probabilities, targets[rows], gradient[rows], ctx.cap)
+                d_logits = d_logits.to(ctx.dtype)
                 if d_hidden is not None:
                     d_hidden[rows] = d_logits @ w
                 if d_weight is not None:

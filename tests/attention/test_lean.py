@@ -5,11 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from polarlm.attention import lean
 from polarlm.attention.estimator import Estimator
 from polarlm.attention.kernels.native_rows import takes_rows
-from polarlm.attention.lean import on_sphere, rms_norm, rotate, swiglu
+from polarlm.attention.lean import (
+    feed_forward,
+    on_sphere,
+    rms_norm,
+    rotate,
+    rotated_heads,
+    sphere_heads,
+    takes_products,
+    tangent_step,
+)
+from polarlm.geometry import project
 from polarlm.geometry import rotate as plain_rotate
 from polarlm.geometry.transport import rotary_tables
 
@@ -21,7 +32,7 @@ def plain_on_sphere(x: Tensor, radius: Tensor | float) -> tuple[Tensor, Tensor]:
 
 def gradients(outputs: tuple[Tensor, ...], inputs: list[Tensor]) -> tuple[Tensor, ...]:
     torch.manual_seed(1)
-    return torch.autograd.grad(outputs, inputs, [torch.randn_like(o) for o in outputs])
+    return torch.autograd.grad(outputs, inputs, [torch.randn(o.shape, dtype=o.dtype) for o in outputs])
 
 
 @pytest.mark.parametrize("inverse", [False, True])
@@ -90,6 +101,15 @@ def test_native_rows_equal_the_plain_formulas(tokens: int, heads: int, size: int
         )
 
 
+@pytest.mark.parametrize("heads", [1, 3])
+def test_one_turn_may_hold_for_all_tokens_and_one_per_head(heads: int) -> None:
+    cos, sin = rotary_tables(torch.arange(1, heads + 1), 6)
+    x = torch.randn(2, heads, 7, 6)
+    for shape in ((1, -1), (1, 1, 1, -1)) if heads == 1 else ((1, heads, 1, -1),):
+        tables = cos.view(shape), sin.view(shape)
+        torch.testing.assert_close(rotate(x, *tables), plain_rotate(x, *tables))
+
+
 def test_native_rows_can_be_differentiated_twice() -> None:
     x = torch.randn(2, 5, 8, requires_grad=True)
     second = []
@@ -114,33 +134,170 @@ def test_scalars_read_without_gradients_follow_every_change() -> None:
 
 
 @pytest.mark.parametrize(("batch", "tokens", "size"), [(1, 1, 32), (2, 63, 96), (3, 65, 128)])
-def test_norm_and_gate_equal_the_plain_formulas(batch: int, tokens: int, size: int) -> None:
+def test_norm_equals_the_plain_formula(batch: int, tokens: int, size: int) -> None:
     x = torch.randn(batch, tokens, size).mul(2).requires_grad_()
     gain = torch.rand(size).add(0.5).requires_grad_()
     assert takes_rows(x.detach())
-    pairs = [
-        (rms_norm(x, gain, 1e-3), F.rms_norm(x, (size,), gain, 1e-3), [x, gain]),
-        (swiglu(x), F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1], [x]),
-    ]
-    for ours, theirs, inputs in pairs:
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(gradients((ours,), inputs), gradients((theirs,), inputs), rtol=1e-4, atol=1e-5)
+    ours, theirs = rms_norm(x, gain, 1e-3), F.rms_norm(x, (size,), gain, 1e-3)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradients((ours,), [x, gain]), gradients((theirs,), [x, gain]), rtol=1e-4, atol=1e-5)
     with torch.no_grad():
-        assert torch.equal(rms_norm(x, gain, 1e-3), pairs[0][0]) and torch.equal(swiglu(x), pairs[1][0])
+        assert torch.equal(rms_norm(x, gain, 1e-3), ours)
 
 
-def test_norm_and_gate_of_extreme_numbers_stay_finite() -> None:
+def maps(*sizes: tuple[int, int]) -> list[nn.Linear]:
+    torch.manual_seed(0)
+    return [nn.Linear(*size, bias=False) for size in sizes]
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+def test_the_other_product_is_the_same_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lean, "_other_product", lambda: torch.ops.mkldnn._linear_pointwise)
+    seen: list[Tensor] = []
+    up, down = maps((10, 96), (96, 10))
+    x = torch.randn(3, 43, 10, requires_grad=True)
+    ours, theirs = feed_forward(x, up, down, "gelu"), plain_feed_forward(x, up, down, "gelu")
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    inputs = [x, up.weight, down.weight]
+    torch.testing.assert_close(gradients((ours,), inputs), gradients((theirs,), inputs), rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr(lean, "_other_product", lambda: lambda x, *_: seen.append(x) or x)
+    assert lean._product(x, up.weight) is x and len(seen) == 1, "many rows go there"
+    assert lean._product(x[:1], up.weight).shape == (1, 43, 96) and len(seen) == 1, "few rows do not"
+
+
+def plain_feed_forward(x: Tensor, up: nn.Linear, down: nn.Linear, kind: str) -> Tensor:
+    hidden = up(x)
+    return down(F.gelu(hidden) if kind == "gelu" else F.silu(hidden.chunk(2, -1)[0]) * hidden.chunk(2, -1)[1])
+
+
+@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+@pytest.mark.parametrize(("batch", "tokens", "d", "hidden"), [(1, 1, 6, 32), (2, 63, 10, 96), (3, 65, 32, 64)])
+def test_feed_forward_equals_the_plain_formula(kind: str, batch: int, tokens: int, d: int, hidden: int) -> None:
+    up, down = maps((d, hidden if kind == "gelu" else 2 * hidden), (hidden, d))
+    x = torch.randn(batch, tokens, d).mul(4).requires_grad_()
+    assert takes_products(x.detach(), up, down)
+    inputs = [x, up.weight, down.weight]
+    ours, theirs = feed_forward(x, up, down, kind), plain_feed_forward(x, up, down, kind)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradients((ours,), inputs), gradients((theirs,), inputs), rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        assert torch.equal(feed_forward(x, up, down, kind), ours)
+    down.weight.requires_grad_(False)
+    frozen = feed_forward(x, up, down, kind), plain_feed_forward(x, up, down, kind)
+    torch.testing.assert_close(*(gradients((y,), [x, up.weight]) for y in frozen), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("heads", "size", "tokens"), [((1, 1, 1), 2, 1), ((3, 3, 3), 6, 63), ((4, 2, 2), 32, 65)])
+@pytest.mark.parametrize("per_document", [False, True])
+def test_rotated_heads_equal_the_plain_formula(heads: tuple, size: int, tokens: int, per_document: bool) -> None:
+    (layer,) = maps((10, sum(heads) * size))
+    positions = torch.randint(50, (2, tokens)) if per_document else torch.arange(tokens)
+    tables = rotary_tables(positions, size)
+    x = torch.randn(2, tokens, 10, requires_grad=True)
+    ours = rotated_heads(x, layer, heads, *tables)
+    assert ours is not None
+    q, k, v = layer(x).unflatten(-1, (sum(heads), size)).transpose(1, 2).split(heads, 1)
+    theirs = plain_rotate(q, *tables), plain_rotate(k, *tables), v
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    inputs = [x, layer.weight]
+    torch.testing.assert_close(gradients(ours, inputs), gradients(theirs, inputs), rtol=1e-4, atol=1e-4)
+
+
+def plain_sphere_heads(x: Tensor, qk: nn.Linear, v: nn.Linear, heads: tuple[int, int], radius: Tensor, *tables: Tensor):
+    m, direction = plain_on_sphere(v(x), 1.0)
+    q_k = plain_on_sphere(qk(x).unflatten(-1, (sum(heads), -1)), radius)[1].transpose(1, 2)
+    turned = plain_rotate(direction.unflatten(-1, (heads[1], -1)).transpose(1, 2), *tables)
+    return *plain_rotate(q_k, *tables).split(heads, 1), turned, m
+
+
+@pytest.mark.parametrize(("heads", "size", "tokens"), [((1, 1), 2, 1), ((3, 3), 6, 63), ((4, 2), 32, 65)])
+@pytest.mark.parametrize("per_document", [False, True])
+def test_sphere_heads_equal_the_plain_formula(heads: tuple, size: int, tokens: int, per_document: bool) -> None:
+    qk, v = maps((10, sum(heads) * size), (10, heads[1] * size))
+    positions = torch.randint(50, (2, tokens)) if per_document else torch.arange(tokens)
+    tables = rotary_tables(positions, size)
+    x, radius = torch.randn(2, tokens, 10, requires_grad=True), torch.tensor(0.7, requires_grad=True)
+    ours, theirs = (make(x, qk, v, heads, radius, *tables) for make in (sphere_heads, plain_sphere_heads))
+    assert ours is not None
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    inputs = [x, qk.weight, v.weight, radius]
+    torch.testing.assert_close(gradients(ours, inputs), gradients(theirs, inputs), rtol=1e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize(("heads", "size", "tokens"), [(1, 2, 1), (3, 6, 63), (2, 32, 65)])
+@pytest.mark.parametrize("per_document", [False, True])
+def test_tangent_step_equals_the_plain_formula(heads: int, size: int, tokens: int, per_document: bool) -> None:
+    tables = rotary_tables(torch.randint(50, (2, tokens)) if per_document else torch.arange(tokens), size)
+    v = torch.randn(2, tokens, heads, size).transpose(1, 2).requires_grad_()
+    v_bar = torch.randn(2, heads, tokens, size, requires_grad=True)
+    alpha = torch.tensor(0.7, requires_grad=per_document)
+    ours = tangent_step(v, v_bar, alpha, *tables)
+    theirs = plain_rotate(alpha * project(v, v_bar, mode="per_head"), *tables, inverse=True).transpose(1, 2)
+    assert ours is not None and ours.is_contiguous()
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    inputs = [v, v_bar, alpha] if per_document else [v, v_bar]
+    torch.testing.assert_close(gradients((ours,), inputs), gradients((theirs,), inputs), rtol=1e-3, atol=1e-4)
+    nothing = torch.zeros_like(v, requires_grad=True)
+    step = tangent_step(nothing, v_bar, torch.tensor(1.0), *tables)
+    assert step is not None
+    torch.testing.assert_close(step, plain_rotate(v_bar, *tables, inverse=True).transpose(1, 2), rtol=1e-5, atol=1e-5)
+    assert all(torch.isfinite(g).all() for g in gradients((step,), [nothing, v_bar]))
+
+
+def test_products_somebody_listens_to_take_the_ordinary_way() -> None:
+    x, seen = torch.randn(1, 3, 8), []
+    up, down = maps((8, 32), (32, 8))
+    assert takes_products(x, up, down)
+    up.register_forward_hook(lambda module, given, out: seen.append(out))
+    expected = plain_feed_forward(x, up, down, "gelu")
+    torch.testing.assert_close(feed_forward(x, up, down, "gelu"), expected)
+    assert len(seen) == 2
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not takes_products(x, down)
+        assert feed_forward(x, up, down, "gelu").dtype == torch.bfloat16
+
+
+def test_norm_and_activations_of_extreme_numbers_stay_finite() -> None:
     x = torch.tensor([0.0, 1e-20, 200.0, -200.0]).repeat(1, 3, 8).requires_grad_()
-    (rms_norm(x, torch.ones(32), 1e-6).sum() + swiglu(x).sum() + rms_norm(0 * x, torch.ones(32), 1e-6).sum()).backward()
+    same = nn.Linear(32, 32, bias=False)
+    same.weight = nn.Parameter(torch.eye(32))
+    half = nn.Linear(16, 32, bias=False)
+    total = rms_norm(x, torch.ones(32), 1e-6).sum() + rms_norm(0 * x, torch.ones(32), 1e-6).sum()
+    total = total + feed_forward(x, same, half, "swiglu").sum()
+    gelu = feed_forward(x, same, same, "gelu")
+    (total + gelu.sum()).backward()
     assert x.grad is not None and torch.isfinite(x.grad).all()
+    assert torch.equal(gelu, F.gelu(x)), "its limits are exact"
 
 
-def test_norm_and_gate_can_be_differentiated_twice() -> None:
+def test_what_is_one_node_can_be_differentiated_twice() -> None:
     x, gain = torch.randn(2, 5, 32, requires_grad=True), torch.rand(32, requires_grad=True)
-    plain = (lambda: F.rms_norm(x, (32,), gain, 1e-6), lambda: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1])
-    for ours, theirs in zip((lambda: rms_norm(x, gain, 1e-6), lambda: swiglu(x)), plain):
+    up, down = maps((32, 64), (64, 32))
+    wide, narrow = maps((32, 64), (32, 32))
+    tables = rotary_tables(torch.arange(5), 8)
+
+    def plain_heads() -> Tensor:
+        q, k, v = wide(x).unflatten(-1, (8, 8)).transpose(1, 2).split((4, 2, 2), 1)
+        return torch.cat((plain_rotate(q, *tables), plain_rotate(k, *tables), v), 1)
+
+    makers = sphere_heads, plain_sphere_heads
+    pairs = [
+        (lambda: rms_norm(x, gain, 1e-6), lambda: F.rms_norm(x, (32,), gain, 1e-6)),
+        (lambda: feed_forward(x, up, down, "gelu"), lambda: plain_feed_forward(x, up, down, "gelu")),
+        (lambda: feed_forward(x, wide, narrow, "swiglu"), lambda: plain_feed_forward(x, wide, narrow, "swiglu")),
+        (lambda: torch.cat(rotated_heads(x, wide, (4, 2, 2), *tables), 1), plain_heads),
+        *(
+            tuple((lambda make=make, i=i: make(x, wide, narrow, (4, 4), gain[0], *tables)[i]) for make in makers)
+            for i in range(4)
+        ),
+        (
+            lambda: tangent_step(x[:, None, :, :8], x[:, None, :, 8:16], torch.tensor(0.7), *tables),
+            lambda: plain_rotate(0.7 * project(x[..., :8], x[..., 8:16], mode="per_head"), *tables, inverse=True),
+        ),
+    ]
+    for pair in pairs:
         second = []
-        for function in (ours, theirs):
+        for function in pair:
             (first,) = torch.autograd.grad(function().pow(3).sum(), x, create_graph=True)
             second.append(torch.autograd.grad(first.square().sum(), x)[0])
         torch.testing.assert_close(*second, rtol=1e-3, atol=1e-4)

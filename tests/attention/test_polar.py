@@ -24,8 +24,8 @@ SHAPE = MixerShape(d_model=WIDTH, n_head=4, n_kv_head=4, head_dim=8, layer=0, n_
 def run(mixer, x=None):
     record: dict = {}
     x = torch.randn(2, LENGTH, WIDTH) if x is None else x
-    out = mixer(x, TokenContext(rotary_tables(torch.arange(x.shape[1]), mixer.rotary_dim), record=record))
-    return out, record
+    tables = rotary_tables(torch.arange(x.shape[1]), mixer.rotary_dim, dtype=x.dtype)
+    return mixer(x, TokenContext(tables, record=record)), record
 
 
 def test_magnitude_times_direction_is_the_projected_stream():  # G12

@@ -35,6 +35,34 @@ class _Decode(ctypes.Structure):
     ]
 
 
+class _Layer(ctypes.Structure):
+    """`struct Layer` of native/layer.h."""
+
+    _fields_ = [
+        ("heads", ctypes.POINTER(_Decode)),
+        *[(name, ctypes.c_int64) for name in ("rows", "width", "hidden", "gated", "threads")],
+        ("outputs", ctypes.c_int64 * 2),
+        ("eps", ctypes.c_double),
+        ("projections", ctypes.c_void_p * 2),
+        *[(name, ctypes.c_void_p) for name in ("out", "up", "down")],
+        ("norms", ctypes.c_void_p * 2),
+        *[(name, ctypes.c_void_p) for name in ("x", "memory")],
+    ]
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """The weights of a pre-norm layer, as they lie in its modules."""
+
+    norms: tuple[Tensor, Tensor]
+    projections: tuple[Tensor, ...]  # one or two, which give q, k and v side by side
+    out: Tensor
+    up: Tensor
+    down: Tensor
+    gated: bool  # SwiGLU, else GELU
+    eps: float
+
+
 @dataclass(frozen=True)
 class Recipe:
     """What a mixer does around robust attention, in numbers."""
@@ -107,17 +135,47 @@ class Decoder:
         decode.tables = make(ctypes.byref(call))
         weakref.finalize(self, drop, decode.tables)
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, stored: int) -> Tensor:
-        """(B,1,H·Dh) from the raw projections (B,1,·) of the token after `stored` others."""
+    def after(self, stored: int, cos: Tensor, sin: Tensor) -> _Decode:
+        """The description of the token after `stored` others, without its projections."""
         if stored >= self.capacity:
             raise ValueError(f"the cache holds {self.capacity} tokens, {stored + 1} were given; make it longer")
-        decode = self._decode
+        self._decode.call.keys = stored + 1
+        self._decode.cos, self._decode.sin = cos.data_ptr(), sin.data_ptr()
+        return self._decode
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, stored: int) -> Tensor:
+        """(B,1,H·Dh) from the raw projections (B,1,·) of the token after `stored` others."""
+        decode = self.after(stored, cos, sin)
         out = q.new_empty(q.shape[0], 1, q.shape[2])
-        decode.call.keys = stored + 1
         work = q.shape[0] * (stored + 1) * q.shape[2]
         decode.call.threads = torch.get_num_threads() if work >= WORTH_SHARING else 1
         decode.q, decode.k, decode.v, decode.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         decode.q_row, decode.k_row, decode.v_row = q.stride(0), k.stride(0), v.stride(0)
-        decode.cos, decode.sin = cos.data_ptr(), sin.data_ptr()
         self._library.polarlm_decode(ctypes.byref(decode), parallel())
         return out
+
+
+class LayerDecoder:
+    """A whole layer's generation in one call per token; the weights are read where they are."""
+
+    def __init__(self, decoder: Decoder, weights: Matrices, rows: int) -> None:
+        self.decoder, self._alive = decoder, weights
+        width, hidden = weights.down.shape
+        outputs = [len(w) for w in weights.projections] + [0] * (2 - len(weights.projections))
+        numbers = width + sum(outputs) + weights.out.shape[1] + len(weights.up) + hidden
+        self._memory = weights.out.new_empty(rows * numbers)
+        self._layer = layer = _Layer(rows=rows, width=width, hidden=hidden, gated=weights.gated, eps=weights.eps)
+        layer.outputs[:] = outputs
+        layer.projections[: len(weights.projections)] = [w.data_ptr() for w in weights.projections]
+        layer.norms[:] = [w.data_ptr() for w in weights.norms]
+        layer.out, layer.up, layer.down = (w.data_ptr() for w in (weights.out, weights.up, weights.down))
+        layer.memory = self._memory.data_ptr()
+        self._run = library("float").polarlm_layer
+
+    def step(self, x: Tensor, cos: Tensor, sin: Tensor, stored: int) -> Tensor:
+        """The stream (B,1,d) after this layer, from that before it, of the token after `stored` others."""
+        y, layer = x.clone(memory_format=torch.contiguous_format), self._layer
+        layer.heads = ctypes.pointer(self.decoder.after(stored, cos, sin))
+        layer.threads, layer.x = torch.get_num_threads(), y.data_ptr()
+        self._run(ctypes.byref(layer), parallel())
+        return y

@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .build import library
-from .native_backend import Strides, parallel, unbuilt
+from .native_backend import parallel, unbuilt
 
 WORTH_SHARING = 2**16  # numbers below which waking other threads costs more than they help
-CHUNK = 64  # tokens of a task, as in native/rows.h
 
 
-class _Operand(ctypes.Structure):
-    _fields_ = [("at", ctypes.c_void_p), ("stride", Strides)]
-
-
-class _Rows(ctypes.Structure):
-    """`struct Rows` of native/rows.h."""
-
-    _fields_ = [
-        *[(name, ctypes.c_int64) for name in ("batch", "heads", "tokens", "channels", "threads")],
-        *[(name, ctypes.c_double) for name in ("radius", "eps")],
-        *[(name, _Operand) for name in ("x", "y", "cos", "sin", "rms", "d_y", "d_rms", "d_x", "gain")],
-        ("d_radius", ctypes.c_void_p),
-        ("d_gain", ctypes.c_void_p),
-    ]
+# Of native/rows.h and native/native.cpp, in their order.
+NUMBERS = ("batch", "heads", "tokens", "channels", "threads", "whole")
+OPERANDS = ("x", "y", "cos", "sin", "rms", "d_y", "d_rms", "d_x", "other", "d_other")
+PASSES = (
+    "rotate", "sphere", "norm", "gate", "gate_backward", "gelu", "gelu_backward", "tangent", "tangent_backward",
+    "sphere_backward", "turned_sphere_backward", "norm_backward",
+)  # fmt: skip
+# An address and three strides for every operand, and where sums go. Packed at once: filling in a structure of ctypes
+# would take longer than a small pass itself.
+WORDS = struct.Struct(f"{len(NUMBERS) + 4 * len(OPERANDS) + 1}q")
+NUMBER_OF = {name: number for number, name in enumerate(PASSES)}
+NOTHING = (0, 0, 0, 0)
 
 
 def takes_rows(x: Tensor) -> bool:
@@ -40,19 +38,19 @@ def takes_rows(x: Tensor) -> bool:
     return fits and unbuilt(x.dtype) is None
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """x (B,H,T,D) rotated by tables that broadcast to (B,H,T,D/2)."""
+def turn(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool, out: Tensor | None = None) -> Tensor:
+    """x (B,H,T,D) rotated by tables that broadcast to (B,H,T,D/2); into `out`, which may be x, where it is given."""
     x = _side_by_side(x)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)  # the layout that attention wants
-    cos, sin = (table.expand(*x.shape[:-1], -1) for table in (cos, sin))
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)  # the layout that attention wants
     _run("rotate", x, -1.0 if inverse else 1.0, y=out, cos=cos, sin=sin)
     return out
 
 
-def sphere(x: Tensor, radius: float, eps: float) -> tuple[Tensor, Tensor]:
-    """RMS (..., 1) of the rows of x, and x·radius/rms."""
+def sphere(x: Tensor, radius: float, eps: float, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """RMS (..., 1) of the rows of x, and x·radius/rms; into `out`, which may be x, where it is given."""
     x = _side_by_side(x)
-    rms, y = x.new_empty(*x.shape[:-1], 1), torch.empty_like(x)
+    rms, y = x.new_empty(*x.shape[:-1], 1), torch.empty_like(x) if out is None else out
     _run("sphere", x, radius, eps, y=y, rms=rms)
     return rms, y
 
@@ -60,26 +58,54 @@ def sphere(x: Tensor, radius: float, eps: float) -> tuple[Tensor, Tensor]:
 def sphere_backward(x: Tensor, radius: float, rms: Tensor, d_rms: Tensor, d_y: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the radius."""
     x, d_y = _side_by_side(x), _side_by_side(d_y)
-    d_x = torch.empty_like(x)
-    d_radius = torch.empty(x.shape[0], -(-x.shape[-2] // CHUNK), dtype=torch.float64)
-    _run("sphere_backward", x, radius, sums={"d_radius": d_radius}, rms=rms, d_rms=d_rms, d_y=d_y, d_x=d_x)
-    return d_x, d_radius.sum().to(x.dtype)
+    d_x, d_radius = torch.empty_like(x), torch.empty((), dtype=torch.float64)
+    _run("sphere_backward", x, radius, total=d_radius, rms=rms, d_rms=d_rms, d_y=d_y, d_x=d_x)
+    return d_x, d_radius.to(x.dtype)
+
+
+def turned_sphere_backward(
+    y: Tensor, radius: float, rms: Tensor, d_rms: Tensor | None, d_y: Tensor, cos: Tensor, sin: Tensor, out: Tensor
+) -> Tensor:
+    """Gradient of x, into `out`, where y (B,H,T,D) is x·radius/rms turned; returns that of the radius.
+
+    With rms (B,T,1) one RMS holds for all heads, with (B,H,T,1) each head has its own.
+    """
+    d_y, d_radius = _side_by_side(d_y), torch.empty((), dtype=torch.float64)
+    _run(
+        "turned_sphere_backward", y, radius, whole=rms.dim() == 3, total=d_radius,
+        rms=rms, d_rms=d_rms, d_y=d_y, cos=cos, sin=sin, d_x=out,
+    )  # fmt: skip
+    return d_radius.to(y.dtype)
+
+
+def tangent(v: Tensor, x: Tensor, scale: float, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+    """Into `out`: what x (B,H,T,D) has across v, head by head, times `scale` and turned back."""
+    _run("tangent", x, scale, y=out, other=v, cos=cos, sin=sin)
+
+
+def tangent_backward(
+    v: Tensor, x: Tensor, scale: float, cos: Tensor, sin: Tensor, d_y: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of v and of x."""
+    d_v, d_x, d_y = torch.empty_like(v), torch.empty_like(x), _side_by_side(d_y)
+    _run("tangent_backward", x, scale, other=v, cos=cos, sin=sin, d_y=d_y, d_x=d_x, d_other=d_v)
+    return d_v, d_x
 
 
 def norm(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """RMS (B,T,1) of the rows of x (B,T,D), and x·gain/rms."""
     x = _side_by_side(x)
     rms, y = x.new_empty(*x.shape[:-1], 1), torch.empty_like(x)
-    _run("norm", x, eps=eps, y=y, rms=rms, gain=gain.expand_as(x))
+    _run("norm", x, eps=eps, y=y, rms=rms, other=gain)
     return rms, y
 
 
 def norm_backward(x: Tensor, gain: Tensor, rms: Tensor, d_y: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the gain, which is summed in a fixed order."""
     x, d_y = _side_by_side(x), _side_by_side(d_y)
-    d_x, d_gain = torch.empty_like(x), x.new_zeros(x.shape[0] * -(-x.shape[1] // CHUNK), x.shape[2])
-    _run("norm_backward", x, sums={"d_gain": d_gain}, rms=rms, d_y=d_y, d_x=d_x, gain=gain.expand_as(x))
-    return d_x, d_gain.sum(0)
+    d_x, d_gain = torch.empty_like(x), torch.empty_like(gain)
+    _run("norm_backward", x, total=d_gain, rms=rms, d_y=d_y, d_x=d_x, other=gain)
+    return d_x, d_gain
 
 
 def gate(x: Tensor) -> Tensor:
@@ -98,33 +124,55 @@ def gate_backward(x: Tensor, d_y: Tensor) -> Tensor:
     return d_x
 
 
+def gelu(x: Tensor) -> Tensor:
+    """x·Φ(x) of x (B,T,n)."""
+    x = _side_by_side(x)
+    y = torch.empty_like(x)
+    _run("gelu", x, y=y)
+    return y
+
+
+def gelu_backward(x: Tensor, d_y: Tensor) -> Tensor:
+    """The gradient of x, written over that of y."""
+    x, d_y = _side_by_side(x), _side_by_side(d_y)
+    _run("gelu_backward", x, d_y=d_y, d_x=d_y)
+    return d_y
+
+
 def _run(
     name: str,
     x: Tensor,
     radius: float = 1.0,
     eps: float = 0.0,
     channels: int | None = None,
-    sums: dict[str, Tensor] | None = None,
-    **operands: Tensor,
+    whole: bool = False,
+    total: Tensor | None = None,
+    **operands: Tensor | None,
 ) -> None:
     shape = x.shape
     threads = torch.get_num_threads() if x.numel() >= WORTH_SHARING else 1
-    rows = _Rows(shape[0], shape[1] if len(shape) == 4 else 1, shape[-2], channels or shape[-1], threads, radius, eps)
-    operands["x"] = x
-    for key, value in operands.items():
-        steps = value.stride()
-        head = steps[1] if len(steps) == 4 else 0
-        setattr(rows, key, _Operand(value.data_ptr(), (steps[0], head, steps[-2])))
-    if sums is not None:
-        for key, value in sums.items():
-            setattr(rows, key, value.data_ptr())
-    _function(name)(rows, parallel())
+    words = [shape[0], shape[1] if len(shape) == 4 else 1, shape[-2], channels or shape[-1], threads, whole, *_at(x)]
+    for key in OPERANDS[1:]:
+        words += _at(operands.get(key))
+    words.append(0 if total is None else total.data_ptr())
+    _function()(NUMBER_OF[name], WORDS.pack(*words), radius, eps, parallel())
+
+
+def _at(x: Tensor | None) -> tuple[int, int, int, int]:
+    """Address, and strides of batch, head and token: 0 along axes that it lacks, or has once for all."""
+    if x is None:
+        return NOTHING
+    if x.dim() == 1:
+        return x.data_ptr(), 0, 0, 0
+    steps = [0 if size == 1 else step for size, step in zip(x.shape, x.stride())]
+    return x.data_ptr(), steps[0] if len(steps) > 2 else 0, steps[1] if len(steps) == 4 else 0, steps[-2]
 
 
 @functools.cache
-def _function(name: str) -> Any:
-    function = getattr(library("float"), f"polarlm_{name}")
-    function.argtypes = (ctypes.POINTER(_Rows), ctypes.c_void_p)
+def _function() -> Any:
+    function = library("float").polarlm_rows
+    function.argtypes = (ctypes.c_int64, ctypes.c_char_p, ctypes.c_double, ctypes.c_double, ctypes.c_void_p)
+    function.restype = None
     return function
 
 

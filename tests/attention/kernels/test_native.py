@@ -303,8 +303,9 @@ assert build.library("double").answer() == 8
 
 def test_python_and_native_agree_on_the_call():
     library = build.library("float")
-    assert library.polarlm_rows_size() == native_backend.ctypes.sizeof(native_rows._Rows)
+    assert library.polarlm_rows_size() == native_rows.WORDS.size
     assert library.polarlm_call_size() == native_backend.ctypes.sizeof(native_backend.Call)
+    assert library.polarlm_layer_size() == native_backend.ctypes.sizeof(native_decode._Layer)
     assert library.polarlm_decode_size() == native_backend.ctypes.sizeof(native_decode._Decode)
     assert native_backend.VECTOR_BYTES % library.polarlm_vector_bytes() == 0
 

@@ -46,9 +46,11 @@ template <class T> inline Vec<T> all(T x) { return Vec<T>{} + x; }
 template <class V> inline V smaller(V a, V b) { return a < b ? a : b; }
 template <class V> inline V larger(V a, V b) { return a > b ? a : b; }
 template <class T> inline T total(Vec<T> v) {
-    T sum = 0;
-    for (int i = 0; i < WIDTH<T>; ++i) sum += v[i];
-    return sum;
+    T part[WIDTH<T>];
+    store<T>(part, v);
+    for (int half = WIDTH<T> / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; ++i) part[i] += part[i + half];
+    return part[0];
 }
 
 // 2^x: Taylor series of the fraction in [−½, ½]; exactly 0 below the normal range, capped at 2^127 (2^1023).

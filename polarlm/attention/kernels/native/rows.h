@@ -11,12 +11,14 @@ struct Operand {
     }
 };
 
-struct Rows {
+struct Operands {
     int64_t batch, heads, tokens, channels, threads;
+    int64_t whole;  // a token's heads are one row, and not each by itself
+    Operand x, y, cos, sin, rms, d_y, d_rms, d_x, other, d_other;  // what an operation does not use is null
+    void* total;                                                   // what is summed over all rows
+};
+struct Rows : Operands {
     double radius, eps;
-    Operand x, y, cos, sin, rms, d_y, d_rms, d_x, gain;  // what an operation does not use is null
-    double* d_radius;                                    // one number per (batch, token chunk)
-    void* d_gain;                                        // one row of channels per (batch, token chunk), zeroed
 
     static constexpr int64_t CHUNK = 64;  // tokens of a task
     int64_t chunks() const { return (tokens + CHUNK - 1) / CHUNK; }
@@ -51,8 +53,8 @@ template <class T> void sphere_row(const Rows& r, int64_t b, int64_t h, int64_t 
         to_sphere(r.x.row<T>(b, h, t), r.channels, T(r.radius), T(r.eps), r.y.row<T>(b, h, t));
 }
 
-// With s = radius/rms: dx = s ∂y + x (∂rms − s⟨∂y,x⟩/rms)/(n rms); returns the row's share of ∂radius.
-template <class T> double sphere_back_row(const Rows& r, int64_t b, int64_t h, int64_t t) {
+// With s = radius/rms: dx = s ∂y + x (∂rms − s⟨∂y,x⟩/rms)/(n rms); adds the row's share of ∂radius.
+template <class T> void sphere_back_row(const Rows& r, int64_t b, int64_t h, int64_t t, double* d_radius) {
     const T *x = r.x.row<T>(b, h, t), *d_y = r.d_y.row<T>(b, h, t);
     T along = 0, *d_x = r.d_x.row<T>(b, h, t);
 #pragma omp simd reduction(+ : along)
@@ -62,12 +64,78 @@ template <class T> double sphere_back_row(const Rows& r, int64_t b, int64_t h, i
     const T outward = (d_rms - scale * along / rms) / (T(r.channels) * rms);
 #pragma GCC ivdep
     for (int64_t i = 0; i < r.channels; ++i) d_x[i] = d_y[i] * scale + x[i] * outward;
-    return double(along / rms);
+    *d_radius += double(along / rms);
+}
+
+// The same where x was turned after it, from the result y = R s x itself: dx = R⁻¹(s ∂y + y (∂rms − ⟨∂y,y⟩/rms)/(n s rms)).
+template <class T> void turned_sphere_back_row(const Rows& r, int64_t b, int64_t h, int64_t t, double* d_radius) {
+    if (r.whole && h) return;
+    const int64_t end = r.whole ? r.heads : h + 1, half = r.channels / 2;
+    T along = 0;
+    for (int64_t head = h; head < end; ++head) {
+        const T *y = r.x.row<T>(b, head, t), *d_y = r.d_y.row<T>(b, head, t);
+#pragma omp simd reduction(+ : along)
+        for (int64_t i = 0; i < r.channels; ++i) along += y[i] * d_y[i];
+    }
+    const T rms = *r.rms.row<T>(b, h, t), s = T(r.radius) / rms;
+    const T d_rms = r.d_rms.at ? *r.d_rms.row<T>(b, h, t) : T(0);
+    const T outward = (d_rms - along / rms) / (T(r.channels * (end - h)) * rms * s);
+    for (int64_t head = h; head < end; ++head) {
+        const T *y = r.x.row<T>(b, head, t), *d_y = r.d_y.row<T>(b, head, t);
+        const T *cos = r.cos.row<T>(b, head, t), *sin = r.sin.row<T>(b, head, t);
+        T* d_x = r.d_x.row<T>(b, head, t);
+#pragma GCC ivdep
+        for (int64_t i = 0; i < half; ++i) {
+            const T real = d_y[i] * s + y[i] * outward, imaginary = d_y[half + i] * s + y[half + i] * outward;
+            d_x[i] = real * cos[i] + imaginary * sin[i];
+            d_x[half + i] = imaginary * cos[i] - real * sin[i];
+        }
+    }
+    *d_radius += double(along) / r.radius;
+}
+
+// y = R⁻¹(x − v⟨v,x⟩/⟨v,v⟩)·radius, where v is `other`: a head's estimate without its own value's direction, turned back.
+template <class T> inline T along(const T* v, const T* x, int64_t channels, T& squared) {
+    T dot = 0, sum = 0;
+#pragma omp simd reduction(+ : dot, sum)
+    for (int64_t i = 0; i < channels; ++i) {
+        dot += v[i] * x[i];
+        sum += v[i] * v[i];
+    }
+    squared = std::max(sum, std::sqrt(std::numeric_limits<T>::min()));  // a zero vector has no direction
+    return dot / squared;
+}
+template <class T> void tangent_row(const Rows& r, int64_t b, int64_t h, int64_t t) {
+    const T *x = r.x.row<T>(b, h, t), *v = r.other.row<T>(b, h, t), scale = T(r.radius);
+    const T *cos = r.cos.row<T>(b, h, t), *sin = r.sin.row<T>(b, h, t);
+    T squared, *y = r.y.row<T>(b, h, t);
+    const T share = along(v, x, r.channels, squared);
+    const int64_t half = r.channels / 2;
+#pragma GCC ivdep
+    for (int64_t i = 0; i < half; ++i) {
+        const T real = (x[i] - v[i] * share) * scale, imaginary = (x[half + i] - v[half + i] * share) * scale;
+        y[i] = real * cos[i] + imaginary * sin[i];
+        y[half + i] = imaginary * cos[i] - real * sin[i];
+    }
+}
+
+// With d = radius·R∂y, a = ⟨v,x⟩/⟨v,v⟩ and b = ⟨v,d⟩/⟨v,v⟩: dx = d − b v, dv = 2ab v − b x − a d.
+template <class T> void tangent_back_row(const Rows& r, int64_t b, int64_t h, int64_t t) {
+    const T *x = r.x.row<T>(b, h, t), *v = r.other.row<T>(b, h, t), *d_y = r.d_y.row<T>(b, h, t);
+    T squared, *d_x = r.d_x.row<T>(b, h, t), *d_v = r.d_other.row<T>(b, h, t);
+    turned(d_y, r.cos.row<T>(b, h, t), r.sin.row<T>(b, h, t), T(1), r.channels / 2, d_x);
+    const T a = along(v, x, r.channels, squared), c = along(v, d_x, r.channels, squared), scale = T(r.radius);
+#pragma GCC ivdep
+    for (int64_t i = 0; i < r.channels; ++i) {
+        const T d = d_x[i];
+        d_x[i] = (d - c * v[i]) * scale;
+        d_v[i] = (2 * a * c * v[i] - c * x[i] - a * d) * scale;
+    }
 }
 
 // rms = √(mean x² + eps), y = x·gain/rms
 template <class T> void norm_row(const Rows& r, int64_t b, int64_t h, int64_t t) {
-    const T *x = r.x.row<T>(b, h, t), *gain = r.gain.row<T>(b, h, t);
+    const T *x = r.x.row<T>(b, h, t), *gain = r.other.row<T>(b, h, t);
     T sum = 0, *y = r.y.row<T>(b, h, t);
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < r.channels; ++i) sum += x[i] * x[i];
@@ -79,7 +147,7 @@ template <class T> void norm_row(const Rows& r, int64_t b, int64_t h, int64_t t)
 
 // dx = (gain ∂y − x ⟨gain ∂y, x⟩/(n rms²))/rms; adds the row's share of ∂gain = ∂y x/rms to `d_gain`.
 template <class T> void norm_back_row(const Rows& r, int64_t b, int64_t h, int64_t t, T* d_gain) {
-    const T *x = r.x.row<T>(b, h, t), *d_y = r.d_y.row<T>(b, h, t), *gain = r.gain.row<T>(b, h, t);
+    const T *x = r.x.row<T>(b, h, t), *d_y = r.d_y.row<T>(b, h, t), *gain = r.other.row<T>(b, h, t);
     T along = 0, *d_x = r.d_x.row<T>(b, h, t);
 #pragma omp simd reduction(+ : along)
     for (int64_t i = 0; i < r.channels; ++i) along += x[i] * d_y[i] * gain[i];
@@ -110,6 +178,36 @@ template <class T> void gate_back_row(const Rows& r, int64_t b, int64_t h, int64
         const Vec<T> g = load(gate + i), s = sigmoid<T>(g), d = load(d_y + i);
         store<T>(d_x + i, d * load(up + i) * s * (T(1) + g * (T(1) - s)));
         store<T>(d_x + r.channels + i, d * g * s);
+    }
+}
+
+// Φ(x) and e^(−x²/2) of the normal distribution; the tail by Abramowitz and Stegun 7.1.26, whose error (7.5e−8 of Φ) is
+// that of torch's own vectors.
+template <class T> inline Vec<T> normal(Vec<T> x, Vec<T>& bell) {
+    const Vec<T> far = x < T(0) ? -x : x, t = T(1) / (T(1) + far * T(0.3275911 * 0.70710678118654752));
+    bell = exp2<T>(x * x * T(-0.5 * LOG2E));
+    Vec<T> tail = all<T>(T(1.061405429));
+    for (const double a : {-1.453152027, 1.421413741, -0.284496736, 0.254829592}) tail = tail * t + T(a);
+    tail *= t * bell * T(0.5);
+    return x < T(0) ? tail : T(1) - tail;
+}
+
+// GELU: y = x·Φ(x), ∂x = ∂y (Φ(x) + x e^(−x²/2)/√2π)
+template <class T> void gelu_row(const Rows& r, int64_t b, int64_t h, int64_t t) {
+    const T* x = r.x.row<T>(b, h, t);
+    T* y = r.y.row<T>(b, h, t);
+    for (int64_t i = 0; i < r.channels; i += WIDTH<T>) {
+        Vec<T> bell, v = load(x + i);
+        store<T>(y + i, v * normal<T>(v, bell));
+    }
+}
+
+template <class T> void gelu_back_row(const Rows& r, int64_t b, int64_t h, int64_t t) {
+    const T *x = r.x.row<T>(b, h, t), *d_y = r.d_y.row<T>(b, h, t);
+    T* d_x = r.d_x.row<T>(b, h, t);
+    for (int64_t i = 0; i < r.channels; i += WIDTH<T>) {
+        Vec<T> bell, v = load(x + i), below = normal<T>(v, bell);
+        store<T>(d_x + i, load(d_y + i) * (below + v * bell * T(0.39894228040143268)));
     }
 }
 

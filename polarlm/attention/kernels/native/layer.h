@@ -1,0 +1,80 @@
+// A whole pre-norm layer for one new token per row: norm, projections, heads (decode.h), W_o, norm, feed-forward.
+#pragma once
+#include "decode.h"
+
+struct Layer {
+    const Decode* heads;
+    int64_t rows, width, hidden, gated, threads;  // gated: SwiGLU, whose `up` holds the gate and then the other half
+    int64_t outputs[2];                           // of the projections, which write q, k and v side by side
+    double eps;
+    const void *projections[2], *out, *up, *down, *norms[2];  // matrices (outputs, inputs); gains
+    void *x, *memory;                                         // the stream (rows,width), overwritten; scratch
+};
+
+// y += W x (or = W x) for four outputs and R rows; inputs in whole vectors.
+template <class T, int R>
+inline void four_outputs(const T* w, int64_t inputs, const T* x, int64_t x_row, T* y, int64_t y_row, bool add) {
+    Vec<T> sum[4][R] = {};
+    for (int64_t i = 0; i < inputs; i += WIDTH<T>) {
+        Vec<T> at[R];
+        for (int r = 0; r < R; ++r) at[r] = load(x + r * x_row + i);
+        for (int o = 0; o < 4; ++o) {
+            const Vec<T> weight = load(w + o * inputs + i);
+            for (int r = 0; r < R; ++r) sum[o][r] += weight * at[r];
+        }
+    }
+    for (int r = 0; r < R; ++r)
+        for (int o = 0; o < 4; ++o) y[r * y_row + o] = total<T>(sum[o][r]) + (add ? y[r * y_row + o] : T(0));
+}
+
+template <class T, class Share>
+void apply(Share share, const void* matrix, int64_t rows, int64_t outputs, int64_t inputs, const T* x, int64_t x_row, T* y,
+           int64_t y_row, bool add) {
+    constexpr int64_t SOME = 64;  // outputs of a task: their weights stay in the cache for the next rows
+    share((outputs + SOME - 1) / SOME, outputs * inputs * rows, [&](int64_t item) {
+        for (int64_t row = 0; row < rows; row += 4)
+            for (int64_t o = item * SOME; o < std::min(outputs, (item + 1) * SOME); o += 4) {
+                const T *w = (const T*)matrix + o * inputs, *from = x + row * x_row;
+                T* to = y + row * y_row + o;
+                switch (std::min<int64_t>(4, rows - row)) {
+                    case 4: four_outputs<T, 4>(w, inputs, from, x_row, to, y_row, add); break;
+                    case 3: four_outputs<T, 3>(w, inputs, from, x_row, to, y_row, add); break;
+                    case 2: four_outputs<T, 2>(w, inputs, from, x_row, to, y_row, add); break;
+                    default: four_outputs<T, 1>(w, inputs, from, x_row, to, y_row, add);
+                }
+            }
+    });
+}
+
+// `share(items, multiply-adds, work)` runs work(item) for all items, by several threads where that is worth it.
+template <class T, class Share> void layer(const Layer& l, Share share) {
+    const Call& c = l.heads->call;
+    const int64_t inner = c.heads * c.size, projected = inner + 2 * c.groups * c.size, up = l.hidden * (1 + l.gated);
+    T *x = (T*)l.x, *normed = (T*)l.memory, *qkv = normed + l.rows * l.width, *estimates = qkv + l.rows * projected;
+    T *before = estimates + l.rows * inner, *after = before + l.rows * up;
+    auto norm = [&](int which) {
+        for (int64_t row = 0; row < l.rows; ++row) {
+            T* y = normed + row * l.width;
+            to_sphere(x + row * l.width, l.width, T(1), T(l.eps), y);
+            for (int64_t i = 0; i < l.width; ++i) y[i] *= ((const T*)l.norms[which])[i];
+        }
+    };
+    norm(0);
+    for (int64_t i = 0, at = 0; i < 2; at += l.outputs[i++])
+        apply(share, l.projections[i], l.rows, l.outputs[i], l.width, normed, l.width, qkv + at, projected, false);
+    Decode heads = *l.heads;
+    heads.q = qkv, heads.k = qkv + inner, heads.v = qkv + inner + c.groups * c.size;
+    heads.q_row = heads.k_row = heads.v_row = projected;
+    share(l.rows, l.rows * c.keys * inner,
+          [&](int64_t row) { DecodeRow<T>(heads, row).run(estimates + row * inner); });
+    apply(share, l.out, l.rows, l.width, inner, estimates, inner, x, l.width, true);
+    norm(1);
+    apply(share, l.up, l.rows, up, l.width, normed, l.width, before, up, false);
+    for (int64_t row = 0; row < l.rows; ++row)
+        for (int64_t i = 0; i < l.hidden; i += WIDTH<T>) {
+            Vec<T> bell, g = load(before + row * up + i);
+            store<T>(after + row * l.hidden + i,
+                     l.gated ? g * sigmoid<T>(g) * load(before + row * up + l.hidden + i) : g * normal<T>(g, bell));
+        }
+    apply(share, l.down, l.rows, l.width, l.hidden, after, l.hidden, x, l.width, true);
+}

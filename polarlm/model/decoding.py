@@ -1,0 +1,61 @@
+"""Decoding a whole layer in one native call, where it is the usual one: pre-norm, a decodable mixer, GELU or SwiGLU.
+
+Everything else goes module by module, which is also what it is tested against.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from polarlm.attention.kernels.native_decode import LayerDecoder, Matrices, takes_decoding
+from polarlm.attention.lean import takes_products
+from polarlm.attention.mixer import TokenContext
+from polarlm.model.feed_forward import GeluFeedForward, SwiGLUFeedForward
+from polarlm.model.frames import PreNorm
+
+if TYPE_CHECKING:
+    from polarlm.model.block import Block
+
+VECTOR = 16  # numbers of the widest vectors
+
+
+def decode_layer(block: Block, x: Tensor, context: TokenContext) -> Tensor | None:
+    """The stream after the layer for one token per row x (B, 1, d); None where it takes the long way."""
+    cache = context.cache
+    if cache is None or cache.layer is False or context.record is not None or not takes_decoding(x, cache):
+        return None
+    if cache.layer is None:
+        decoder, weights = block.mixer.decoder(x, context), weights_of(block, x)
+        known = decoder is not None and weights is not None
+        cache.layer = LayerDecoder(decoder, weights, len(x)) if known else False
+        return decode_layer(block, x, context)
+    out = cache.layer.step(x, *context.rotary, cache.length)
+    cache.length += 1
+    return out
+
+
+def weights_of(block: Block, x: Tensor) -> Matrices | None:
+    """The layer's weights, if nothing but them says what it does."""
+    ffn, mixer = block.feed_forward, block.mixer
+    listened = any(module._forward_hooks or module._forward_pre_hooks for module in block.modules())
+    dropped = block.training and block.dropout.p > 0
+    if type(block.mixer_norm) is not PreNorm or type(block.ffn_norm) is not PreNorm or listened or dropped:
+        return None
+    if type(ffn) not in (GeluFeedForward, SwiGLUFeedForward) or mixer.project_stream != "none":
+        return None
+    up: nn.Linear = ffn.gate_up if isinstance(ffn, SwiGLUFeedForward) else ffn.up  # type: ignore[assignment]
+    projections, down = mixer.projections(), ffn.down
+    whole = x.shape[-1] % VECTOR == 0 and ffn.hidden % VECTOR == 0
+    if not whole or not takes_products(x, *projections, mixer.out, up, down):
+        return None
+    return Matrices(
+        norms=(block.mixer_norm.weight, block.ffn_norm.weight),
+        projections=tuple(layer.weight for layer in projections),
+        out=mixer.out.weight,
+        up=up.weight,
+        down=down.weight,
+        gated=isinstance(ffn, SwiGLUFeedForward),
+        eps=block.ffn_norm.eps,
+    )
