@@ -77,9 +77,8 @@ class _Call:
         m2 = None if m2 is None else m2.contiguous()
         documents = None if documents is None else documents.to(torch.int32).contiguous()
         strides = (stride for x in (q, k, v) for stride in x.stride()[:3])
-        self.inputs = triton_tiles.Inputs(
-            q, k, v, q2, k2, m2, documents, parameters.contiguous(), *strides, self.heads, self.queries, self.keys
-        )
+        tensors = (q, k, v, q2, k2, m2, documents, parameters.contiguous())
+        self.inputs = triton_tiles.Inputs._make((*tensors, *strides, self.heads, self.queries, self.keys))
         precise = "tf32x3" if q.dtype == torch.float32 else "tf32"  # three tf32 products carry 21 of fp32's 24 bits
         self.switches: dict[str, Any] = dict(
             kernel=kernel, decay_keys=decay_keys, decay_values=decay_values, shape_learns=shape_learns,
@@ -87,7 +86,7 @@ class _Call:
             size=size, block_d=max(16, 1 << (size - 1).bit_length()),
         )  # fmt: skip
 
-    def launch(self, name: str, *extra: Tensor | None, **learns: bool) -> None:
+    def launch(self, name: str, *extra: Tensor | None, **learns: Any) -> None:
         block_q, block_k, warps, stages = LAUNCH[name][self.sizes]
         switches = self.tiles.Switches(**self.switches, block_q=block_q, block_k=block_k, **learns)
         programs = self.batch * self.blocks(name) * (self.groups if name == "key" else self.heads)
