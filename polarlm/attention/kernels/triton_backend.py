@@ -27,8 +27,8 @@ DIFFERENTIABLE = ("q", "k", "v", "m2", "parameters")
 MAX_SIZE = 128  # largest head (real channels) with block sizes that were checked for spills
 
 # (queries per block, keys per block, warps, stages) by kernel, for heads of up to 64 and 128 channels of 2 and 4 bytes.
-# Chosen with benchmarks/triton_aot.py: no spills on sm_80, sm_90 and sm_100 but for one, and shared memory for any GPU
-# from Ampere on. Speed on a GPU had no say: docs/triton.md.
+# Chosen with benchmarks/triton_aot.py: at most 32 bytes of spills (mostly none) on sm_80, sm_90 and sm_100, and shared
+# memory for any GPU from Ampere on. Speed on a GPU had no say: docs/triton.md.
 LAUNCH = {
     "forward": {(64, 2): (64, 32, 4, 2), (128, 2): (64, 32, 8, 2), (64, 4): (32, 16, 4, 2), (128, 4): (16, 32, 4, 1)},
     "query": {(64, 2): (32, 64, 8, 2), (128, 2): (32, 64, 8, 2), (64, 4): (16, 32, 8, 2), (128, 4): (16, 32, 8, 1)},
@@ -77,9 +77,8 @@ class _Call:
         m2 = None if m2 is None else m2.contiguous()
         documents = None if documents is None else documents.to(torch.int32).contiguous()
         strides = (stride for x in (q, k, v) for stride in x.stride()[:3])
-        self.inputs = triton_tiles.Inputs(
-            q, k, v, q2, k2, m2, documents, parameters.contiguous(), *strides, self.heads, self.queries, self.keys
-        )
+        tensors = (q, k, v, q2, k2, m2, documents, parameters.contiguous())
+        self.inputs = triton_tiles.Inputs._make((*tensors, *strides, self.heads, self.queries, self.keys))
         precise = "tf32x3" if q.dtype == torch.float32 else "tf32"  # three tf32 products carry 21 of fp32's 24 bits
         self.switches: dict[str, Any] = dict(
             kernel=kernel, decay_keys=decay_keys, decay_values=decay_values, shape_learns=shape_learns,
@@ -87,7 +86,7 @@ class _Call:
             size=size, block_d=max(16, 1 << (size - 1).bit_length()),
         )  # fmt: skip
 
-    def launch(self, name: str, *extra: Tensor | None, **learns: bool) -> None:
+    def launch(self, name: str, *extra: Tensor | None, **learns: Any) -> None:
         block_q, block_k, warps, stages = LAUNCH[name][self.sizes]
         switches = self.tiles.Switches(**self.switches, block_q=block_q, block_k=block_k, **learns)
         programs = self.batch * self.blocks(name) * (self.groups if name == "key" else self.heads)
