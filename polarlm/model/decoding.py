@@ -28,8 +28,7 @@ def decode_layer(block: Block, x: Tensor, context: TokenContext) -> Tensor | Non
         return None
     if cache.layer is None:
         decoder, weights = block.mixer.decoder(x, context), weights_of(block, x)
-        known = decoder is not None and weights is not None
-        cache.layer = LayerDecoder(decoder, weights, len(x)) if known else False
+        cache.layer = False if decoder is None or weights is None else LayerDecoder(decoder, weights, len(x))
         return decode_layer(block, x, context)
     out = cache.layer.step(x, *context.rotary, cache.length)
     cache.length += 1
