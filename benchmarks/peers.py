@@ -91,24 +91,15 @@ class GPT2Block(nn.Module):
 
 
 class GPT2Like(nn.Module):
-    """The model that nanoGPT trains: GPT-2 without biases, learned positions, tied output, plain cross-entropy.
+    """The model that nanoGPT trains: GPT-2 without biases, learned positions, tied output, plain cross-entropy."""
 
-    With `rotary` the positions are ours, put in as a tutorial would.
-    """
+    rotary = False
 
-    def __init__(
-        self,
-        context: int,
-        d_model: int,
-        n_layer: int,
-        n_head: int,
-        vocab_size: int = VOCABULARY,
-        rotary: bool = False,
-    ) -> None:
+    def __init__(self, context: int, d_model: int, n_layer: int, n_head: int, vocab_size: int = VOCABULARY) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, d_model)
-        self.positions = None if rotary else nn.Embedding(context, d_model)
-        self.turns = tables(context, d_model // n_head) if rotary else None
+        self.positions = None if self.rotary else nn.Embedding(context, d_model)
+        self.turns = tables(context, d_model // n_head) if self.rotary else None
         self.blocks = nn.ModuleList(GPT2Block(d_model, n_head) for _ in range(n_layer))
         self.norm = nn.LayerNorm(d_model, bias=False)
 
@@ -120,6 +111,12 @@ class GPT2Like(nn.Module):
             x = block(x, self.turns)
         logits = self.norm(x) @ self.embedding.weight.t()
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class RotaryGPT2Like(GPT2Like):
+    """The same with our positions, put in as a tutorial would."""
+
+    rotary = True
 
 
 def _with_loss(model: nn.Module, logits: Callable[[Tensor], Tensor]) -> tuple[nn.Module, Callable]:
@@ -158,7 +155,7 @@ def candidates(context: int, batch: int, **shape: int) -> tuple[dict[str, Callab
     ours, gelu = build("standard", context, **shape), build("standard", context, **shape, ffn="gelu")
     hidden = ours.blocks[0].feed_forward.down.in_features
     bare, gpt2 = BareGPT(context, hidden, **shape), GPT2Like(context, **shape)
-    turned = GPT2Like(context, **shape, rotary=True)
+    turned = RotaryGPT2Like(context, **shape)
     made = {
         OURS: (ours, ours.loss),
         OURS_GELU: (gelu, gelu.loss),

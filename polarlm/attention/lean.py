@@ -348,7 +348,7 @@ def _swiglu(x: Tensor) -> Tensor:
 
 
 # An activation: the plain formula; a native pass, and the gradient of what went in.
-ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
+ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]] = {
     "gelu": (F.gelu, native_rows.gelu, native_rows.gelu_backward),  # x Phi(x)
     "swiglu": (_swiglu, native_rows.gate, native_rows.gate_backward),  # silu(gate) up of x (..., 2n) = (gate, up)
 }

@@ -42,7 +42,8 @@ class Block(nn.Module):
 
     def _join(self, connection: Any, x: Tensor, step: Tensor, tangent: bool) -> Tensor:
         """The stream after a branch; `tangent` leaves out what the step has along the stream (docs/theory.md, E11)."""
-        step = self.dropout(step)
+        if self.dropout.p:
+            step = self.dropout(step)
         if tangent:
             wide = torch.promote_types(x.dtype, torch.float32)
             step = tangential_part(x.to(wide), step.to(wide)).to(step.dtype)

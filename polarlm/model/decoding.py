@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from polarlm.attention.kernels.native_decode import LayerDecoder, Matrices, takes_decoding
 from polarlm.attention.lean import takes_products
@@ -27,9 +27,9 @@ def decode_layer(block: Block, x: Tensor, context: TokenContext) -> Tensor | Non
     if cache is None or cache.layer is False or context.record is not None or not takes_decoding(x, cache):
         return None
     if cache.layer is None:
-        decoder, weights = block.mixer.decoder(x, context), weights_of(block, x)
-        known = decoder is not None and weights is not None
-        cache.layer = LayerDecoder(decoder, weights, len(x)) if known else False
+        decoder = block.mixer.decoder(x, context)
+        weights = None if decoder is None else weights_of(block, x)
+        cache.layer = False if weights is None else LayerDecoder(decoder, weights, len(x))
         return decode_layer(block, x, context)
     out = cache.layer.step(x, *context.rotary, cache.length)
     cache.length += 1
@@ -43,12 +43,15 @@ def weights_of(block: Block, x: Tensor) -> Matrices | None:
     dropped = block.training and block.dropout.p > 0
     if type(block.mixer_norm) is not PreNorm or type(block.ffn_norm) is not PreNorm or listened or dropped:
         return None
-    if type(ffn) not in (GeluFeedForward, SwiGLUFeedForward) or mixer.project_stream != "none":
+    if type(ffn) is SwiGLUFeedForward:
+        up, down, hidden = ffn.gate_up, ffn.down, ffn.hidden
+    elif type(ffn) is GeluFeedForward:
+        up, down, hidden = ffn.up, ffn.down, ffn.hidden
+    else:
         return None
-    up: nn.Linear = ffn.gate_up if isinstance(ffn, SwiGLUFeedForward) else ffn.up  # type: ignore[assignment]
-    projections, down = mixer.projections(), ffn.down
-    whole = x.shape[-1] % VECTOR == 0 and ffn.hidden % VECTOR == 0
-    if not whole or not takes_products(x, *projections, mixer.out, up, down):
+    projections, whole = mixer.projections(), x.shape[-1] % VECTOR == 0 and hidden % VECTOR == 0
+    plain = mixer.project_stream == "none" and takes_products(x, *projections, mixer.out, up, down)
+    if not whole or not plain:
         return None
     return Matrices(
         norms=(block.mixer_norm.weight, block.ffn_norm.weight),
@@ -56,6 +59,6 @@ def weights_of(block: Block, x: Tensor) -> Matrices | None:
         out=mixer.out.weight,
         up=up.weight,
         down=down.weight,
-        gated=isinstance(ffn, SwiGLUFeedForward),
+        gated=type(ffn) is SwiGLUFeedForward,
         eps=block.ffn_norm.eps,
     )

@@ -119,7 +119,7 @@ class _Total(torch.autograd.Function):
         dtype = _product_dtype(hidden)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         d_hidden = torch.empty_like(hidden) if need_hidden else None
-        d_weight = torch.zeros_like(weight) if need_weight else None
+        d_weight = None
         total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
             w = weight.to(dtype)
@@ -134,7 +134,9 @@ class _Total(torch.autograd.Function):
                 d_logits = _logit_gradient(logits, log_probabilities, targets[rows], None, cap).to(dtype)
                 if d_hidden is not None:
                     d_hidden[rows] = d_logits @ w
-                if d_weight is not None:
+                if need_weight and d_weight is None:
+                    d_weight = (d_logits.t() @ x).to(weight.dtype)
+                elif d_weight is not None:
                     _add_product(d_weight, d_logits, x)
         ctx.save_for_backward(d_hidden, d_weight)
         return total

@@ -59,7 +59,8 @@ def choose_precision(wanted: str, accelerator: str) -> Choice:
     ratio = f"bf16 products are {speed.bf16 / speed.fp32:.2g} times as fast as fp32 ones on this CPU"
     if speed.bf16 < WORTH_A_FORMAT * speed.fp32:
         return Choice("32-true", ratio)
-    # Losses of both were never compared on such a CPU, so the faster format is the user's decision.
+    # Losses are equal within noise, but small models gain little, and one command would give other numbers on other
+    # machines: the faster format is the user's decision (docs/performance.md).
     return Choice("32-true", f"{ratio}; trainer.precision=bf16-mixed uses them")
 
 

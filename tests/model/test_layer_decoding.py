@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from polarlm.attention import PolarAttention
+from polarlm.attention.mixer import Mixer, MixerShape, TokenContext
 from polarlm.attention.rfa import RobustFilterAttention
 from polarlm.attention.standard import StandardAttention
 from polarlm.attention.xsa import ExclusiveAttention
@@ -74,6 +75,21 @@ def test_other_layers_take_the_long_way(options: dict, changes: dict) -> None:
     assert not taken
     with torch.no_grad():
         torch.testing.assert_close(found, gpt(tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_a_mixer_that_knows_nothing_of_decoders_takes_the_long_way() -> None:
+    class Mean(Mixer):
+        def __init__(self, shape: MixerShape) -> None:
+            super().__init__(shape)
+            self.out = torch.nn.Linear(shape.d_model, shape.d_model, bias=False)
+
+        def forward(self, x: Tensor, context: TokenContext) -> Tensor:
+            if context.cache is not None:
+                context.cache.length += x.shape[1]
+            return self.out(x)
+
+    tokens = torch.randint(11, (1, LENGTH))
+    assert not token_by_token(model(Mean), tokens)[1]
 
 
 def test_who_listens_to_a_module_hears_every_token() -> None:
