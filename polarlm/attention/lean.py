@@ -16,9 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polarlm.attention.kernels import native_rows
 from polarlm.attention.kernels.build import processor
 from polarlm.attention.kernels.native_rows import (
+    gate,
+    gate_backward,
+    gelu,
+    gelu_backward,
     norm,
     norm_backward,
     sphere,
@@ -349,8 +352,8 @@ def _swiglu(x: Tensor) -> Tensor:
 
 # An activation: the plain formula; a native pass, and the gradient of what went in.
 ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]] = {
-    "gelu": (F.gelu, native_rows.gelu, native_rows.gelu_backward),  # x Phi(x)
-    "swiglu": (_swiglu, native_rows.gate, native_rows.gate_backward),  # silu(gate) up of x (..., 2n) = (gate, up)
+    "gelu": (F.gelu, gelu, gelu_backward),  # x Phi(x)
+    "swiglu": (_swiglu, gate, gate_backward),  # silu(gate) up of x (..., 2n) = (gate, up)
 }
 
 

@@ -24,7 +24,7 @@ VECTOR = 16  # numbers of the widest vectors
 def decode_layer(block: Block, x: Tensor, context: TokenContext) -> Tensor | None:
     """The stream after the layer for one token per row x (B, 1, d); None where it takes the long way."""
     cache = context.cache
-    if cache is None or cache.layer is False or context.record is not None or not takes_decoding(x, cache):
+    if cache is None or context.record is not None or not takes_decoding(x, cache) or cache.layer is False:
         return None
     if cache.layer is None:
         decoder = block.mixer.decoder(x, context)

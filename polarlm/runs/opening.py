@@ -69,7 +69,7 @@ def _build(folder: Path, config: dict[str, Any], corpus: Corpus, parameters: int
     """Write the folder beside its place, lock it and move it there; None when the place was taken meanwhile."""
     _clean_up(folder)
     # The number of a killed process can be ours now (in a container it usually is), so a number is not enough.
-    beside = folder.with_name(f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}.new")
+    beside = folder.with_name(f".{folder.name}.{os.getpid()}-{secrets.randbelow(10**9)}.new")
     with explained(folder):
         beside.mkdir(parents=True)
     try:

@@ -49,8 +49,7 @@ def test_a_neighbour_slows_a_step_down_and_is_gone_afterwards():
 
 
 def test_peers_have_the_size_of_ours(monkeypatch):
-    for other in ("_transformers", "_litgpt"):  # slow to import, and perhaps not there
-        monkeypatch.setattr(f"benchmarks.peers.{other}", lambda *sizes, **shape: None)
+    monkeypatch.setattr("benchmarks.peers.find_spec", lambda name: None)  # slow to import, and perhaps not there
     _, sizes = candidates(16, 2, **TOY)
     assert sizes["bare torch loop"] == sizes["polarlm standard"]
     # GPT-2's feed-forward at 4d against SwiGLU's rounded hidden size; the GELU model is its equal.
