@@ -24,7 +24,8 @@ plan in `configs/study` asks for and writes the rows. The question, the number t
 the stopping rule stood in the plan before its runs began. Verdicts are those of [statistics.md](statistics.md): paired
 seeds, Holm over everything that is compared in a table, "no difference shown" where the evidence does not decide.
 Small models on small corpora: these are answers about this scale. Times are those of the runs as they were, whatever
-else the machine did; FLOPs and tokens travel, milliseconds do not.
+else the machine did; FLOPs and tokens travel, milliseconds do not. "jumps" counts losses far above those of the hundred
+steps before them (`trainer.spike_z`) and gradients that were not finite, over all seeds of a row.
 """
 
 
@@ -143,12 +144,15 @@ def table(question: Question, name: str, judged: JudgedPart) -> str:
     against = "step" if part.compare == "previous" else f"against `{part.baseline}`"
     head = ["variant", *([f"`{tune.key.rpartition('.')[2]}`"] if tune else []), "seeds", judged.measure.title]
     head += [*(["nats per token"] if is_bits else []), against, "verdict", "parameters", "TFLOPs", "ms/step"]
+    counted = all("incidents" in row for line in judged.lines for row in line.rows)  # rows of older runs do not say
+    head += ["jumps"] if counted else []
     rows = [head, ["---"] * len(head)]
     for line in judged.lines:
         cells = [f"`{line.variant}`", *([_value(line)] if tune else []), str(line.mean.n), _interval(line)]
         cells += [_mean(line, "val/loss", ".4f")] if is_bits else []
         cells += [_difference(line), line.outcome, _mean(line, "parameters", ",.0f")]
         cells += [_flops(line), _mean(line, "seconds_per_step", ".0f", 1000)]
+        cells += [str(sum(row["incidents"] for row in line.rows))] if counted else []
         rows.append(cells)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from polarlm.evaluation.metrics import METRICS
 from polarlm.runs.evaluations import read_evaluations
+from polarlm.runs.incidents import read_incidents
 from polarlm.runs.identity import experiment_of, flatten, identity_of
 from polarlm.runs.reading import Run, read_run
 from polarlm.runs.sweeps import key_of
@@ -46,6 +47,7 @@ def row_of(folder: Path, job: Job, question: Question) -> dict[str, Any]:
         **{name: number for name in _metric_names(run) if (number := run.number(name)) is not None},
         **{name: _round(number, 7) for name in FACTS if (number := run.number(name)) is not None},
         "seconds_per_step": seconds_per_step(run),
+        "incidents": len(read_incidents(folder)),
     }
     if run.status == "failed":
         row["error"] = str(run.summary.get("error", ""))[:200]

@@ -24,9 +24,10 @@ def fit_once(job: Job, folder: Path, loggers: Sequence[Any], extra: Sequence[Any
     import lightning.pytorch as pl
 
     from polarlm.runs.checkpoints import SafeCheckpointIO, candidates, newest_usable
+    from polarlm.runs.incidents import detours
     from polarlm.training.callbacks import Recorder, StepSeed, Validation
     from polarlm.training.checkpointing import Checkpointing
-    from polarlm.training.incidents import Incidents, detours
+    from polarlm.training.incidents import Incidents
     from polarlm.training.loggers.json_lines import JsonLines
     from polarlm.training.loggers.progress import Progress
     from polarlm.training.loggers.throughput import HardwarePeak, StepTimes

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from polarlm.errors import UserError
 from polarlm.runs.checkpoints import step_files
-from polarlm.runs.files import read_json, write_json
+from polarlm.runs.files import write_json
+from polarlm.runs.incidents import FILE, read_incidents
 
 POLICIES = ("stop", "skip", "rewind")
 WINDOW = 100  # steps that a loss is compared with
@@ -52,7 +53,7 @@ class Incidents(pl.Callback):
     ) -> None:
         if policy not in POLICIES:
             raise UserError(f"trainer.on_nonfinite={policy!r} is unknown; choose one of {', '.join(POLICIES)}")
-        self.file, self.policy, self.limit, self.spike_z = folder / "incidents.json", policy, limit, spike_z
+        self.file, self.policy, self.limit, self.spike_z = folder / FILE, policy, limit, spike_z
         self.checkpoints = folder / "checkpoints"
         self.is_read_step, self.discard = is_read_step, discard
         self.rewound = False  # this fit ended to go back: fit again
@@ -149,7 +150,7 @@ class Incidents(pl.Callback):
 
     def incidents(self) -> list[dict[str, Any]]:
         """What happened so far, earlier processes included."""
-        return read_incidents(self.file)
+        return read_incidents(self.file.parent)
 
     def _record(self, trainer: pl.Trainer, incident: dict[str, Any]) -> None:
         if trainer.is_global_zero:
@@ -166,25 +167,6 @@ class Incidents(pl.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._recent = deque(state_dict["recent"], maxlen=WINDOW)
-
-
-def detours(folder: Path) -> list[tuple[int, int]]:
-    """(after step, batches left out) of every rewind of a run, in order: which batches a step reads follows from it."""
-    known = read_incidents(folder / "incidents.json")
-    try:
-        return sorted((int(i["after_step"]), int(i["skipped_batches"])) for i in known if i["action"] == "rewind")
-    except (KeyError, TypeError, ValueError):
-        raise UserError(f"{folder / 'incidents.json'} is damaged; restore it from a copy") from None
-
-
-def read_incidents(file: Path) -> list[dict[str, Any]]:
-    """The record of a run; a damaged one is a UserError, because which batches come next follows from it."""
-    known = read_json(file)
-    if known is None:
-        return []
-    if not isinstance(known, list) or not all(isinstance(one, dict) and "action" in one for one in known):
-        raise UserError(f"{file} is damaged; restore it from a copy")
-    return known
 
 
 def where_it_started(model: nn.Module, batches: Iterable[dict[str, Tensor]], device: torch.device) -> str:

@@ -98,3 +98,12 @@ def test_a_row_is_a_run_for_the_verdict():
 def test_one_command_makes_all_seeds_again():
     rows = [row("polar", 1, 1.0, command="python train.py block=polar runs_dir=x seed=1"), row("polar", 2, 1.0)]
     assert results.command(rows) == "python train.py block=polar -m seed=1,2"
+
+
+def test_jumps_of_the_loss_are_counted_over_the_seeds_where_every_row_knows_them():
+    made = summary()
+    assert "jumps" not in results.table(question(), "letters", judge_part(question(), "letters", made))
+    for number, known in enumerate(made.rows):
+        known["incidents"] = number  # standard: 0, 2, 4; polar: 1, 3, 5
+    head, _, standard, polar = results.table(question(), "letters", judge_part(question(), "letters", made)).splitlines()
+    assert head.endswith("| jumps |") and standard.endswith("| 6 |") and polar.endswith("| 9 |")

@@ -8,7 +8,8 @@ import torch
 
 from polarlm.errors import UserError
 from polarlm.runs.checkpoints import load_verified, step_files
-from polarlm.training.incidents import Incidents, TrainingDiverged, detours
+from polarlm.runs.incidents import detours
+from polarlm.training.incidents import Incidents, TrainingDiverged
 from tests.training.tiny_jobs import fitted
 
 OPTIONS = ("trainer.max_steps=12", "trainer.checkpoint_every=4", "trainer.log_every=5", "model.dropout=0.1")
