@@ -90,11 +90,14 @@ class TokenContext:
     shared: dict[str, Tensor] = field(default_factory=dict)  # what one layer of a pass hands to the later ones
 
 
+STREAM_PROJECTIONS = ("none", "attention", "both")  # which branches add only what is orthogonal to the stream
+
+
 class Mixer(nn.Module):
     """A causal map (B, T, d_model) -> (B, T, d_model); subclasses write `forward` and `flops_per_token`."""
 
     pre_norm = True  # False: the block hands over the raw residual stream
-    project_stream = "none"  # attention | both: which branches add only what is orthogonal to the stream
+    project_stream = "none"  # one of STREAM_PROJECTIONS
     tie_output = False  # True: W_o is not a matrix of its own but W_v transposed
     rotate_values = False  # True: values are transported like keys; diagnostics compares directions in one frame
     calibrated = True  # False: W_o keeps the scale it was built with

@@ -33,7 +33,7 @@ from polarlm.attention.kernels import (
     robust_attention,
 )
 from polarlm.attention.lean import on_sphere, tangent_step
-from polarlm.attention.mixer import KeyValueCache, Mixer, MixerShape, TokenContext
+from polarlm.attention.mixer import STREAM_PROJECTIONS, KeyValueCache, Mixer, MixerShape, TokenContext
 from polarlm.attention.polar_decoding import polar_recipe
 from polarlm.attention.polar_inputs import project_inputs, turned_inputs
 from polarlm.attention.polar_noise import (
@@ -102,7 +102,7 @@ class PolarAttention(Mixer):
         alpha_over_m: bool = True,
         retract: str = "none",
         irls_steps: int = 1,
-        nu_t: Value = 4.0,
+        nu_t: Value = 3.0,
         tau: Value = 1.0,
         eta_tq: Value | None = None,
         eta_tk: Value | None = None,
@@ -126,7 +126,7 @@ class PolarAttention(Mixer):
         relax_b: Value = 0.1,
         widen_q: Value = 0.1,
         widen_k: Value = 0.0,
-        frozen: Sequence[str] = ("alpha",),
+        frozen: Sequence[str] = ("alpha", "nu_t"),
         backend: str = "auto",
     ) -> None:
         given = {name: value for name, value in locals().items() if name in PARAMETERS}
@@ -146,7 +146,7 @@ class PolarAttention(Mixer):
         )
         self.uncertainty = check_uncertainty(uncertainty, projection)
         self.projector = cast(Field, choice("projector", projector, ("real", "complex")))
-        self.project_stream = choice("project_stream", project_stream, ("none", "attention", "both"))
+        self.project_stream = choice("project_stream", project_stream, STREAM_PROJECTIONS)
         self.alpha_over_m, self.irls_steps = alpha_over_m, check_iterations(irls_steps, kernel)
         self.evidence_clamp = None if evidence_clamp is None else at_least("evidence_clamp", evidence_clamp, 0)
         self.lift, self.rotate_values, self.backend = check_lift(lift), rotate_values, backend

@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 from polarlm.attention.additions import HeadGate, ValueResidual
 from polarlm.attention.decoding import decode, decoder_for
+from polarlm.attention.estimator import choice
 from polarlm.attention.frequencies import Frequencies, Turns
 from polarlm.attention.initialisation import linear
 from polarlm.attention.kernels import DirectionalNoise
 from polarlm.attention.kernels.native_decode import Recipe
 from polarlm.attention.lean import rotate, rotated_heads
 from polarlm.attention.mixer import (
+    STREAM_PROJECTIONS,
     Mixer,
     MixerShape,
     TokenContext,
@@ -37,8 +39,10 @@ class StandardAttention(Mixer):
         frequencies: str = "shared",
         head_gate: bool = False,
         value_residual: bool = False,
+        project_stream: str = "none",
     ) -> None:
         super().__init__(shape)
+        self.project_stream = choice("project_stream", project_stream, STREAM_PROJECTIONS)
         self.frequencies = Frequencies(frequencies, shape, shape.head_dim)
         self.rotate_values = rotate_values
         self.heads = (shape.n_head, shape.n_kv_head, shape.n_kv_head)  # of q, k, v

@@ -11,8 +11,8 @@ import numpy as np
 
 from polarlm.evaluation.metrics import METRICS
 from polarlm.runs.evaluations import read_evaluations
-from polarlm.runs.incidents import read_incidents
 from polarlm.runs.identity import experiment_of, flatten, identity_of
+from polarlm.runs.incidents import read_incidents
 from polarlm.runs.reading import Run, read_run
 from polarlm.runs.sweeps import key_of
 from polarlm.study.plan import Job, Question

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from polarlm.attention import MixerShape, PolarAttention, TokenContext, polar
+from polarlm.attention import ExclusiveAttention, MixerShape, PolarAttention, StandardAttention, TokenContext, polar
 from polarlm.attention.tied_output import make_orthonormal
 from polarlm.diagnostics import run_probe
 from polarlm.errors import UserError
@@ -251,10 +251,10 @@ def test_one_estimate_per_layer_is_the_block_without_iteration(switches, monkeyp
     assert (last - first).abs().max() > 0.1
 
 
-def model_of(**switches):
+def model_of(block=PolarAttention, **switches):
     torch.manual_seed(0)
     config = GPTConfig(vocab_size=31, context=16, d_model=WIDTH, n_layer=3, n_head=4)
-    return GPT(config, lambda shape: PolarAttention(shape, **switches))
+    return GPT(config, lambda shape: block(shape, **switches))
 
 
 def test_precision_passes_through_the_layers_unchanged_where_nothing_changes_it():
@@ -378,10 +378,11 @@ def test_tied_matrices_stay_orthonormal_through_training_and_share_their_gradien
 
 
 @pytest.mark.parametrize("project_stream", ["none", "attention", "both"])
-def test_e11_a_projected_stream_grows_by_what_is_added_and_no_more(project_stream):
+@pytest.mark.parametrize("block", [PolarAttention, StandardAttention, ExclusiveAttention])
+def test_e11_a_projected_stream_grows_by_what_is_added_and_no_more(block, project_stream):
     record: list = []
     with torch.no_grad():
-        model_of(project_stream=project_stream)(torch.randint(0, 31, (2, 10)), record=record)
+        model_of(block, project_stream=project_stream)(torch.randint(0, 31, (2, 10)), record=record)
     for layer in record:
         before, middle, after = (layer[f"residual_{name}"].double() for name in ("in", "mid", "out"))
         for branch, (a, b) in {"attention": (before, middle), "feed_forward": (middle, after)}.items():

@@ -145,7 +145,9 @@ def test_only_a_plain_standard_block_is_a_llama(tmp_path):
     assert not is_llama(made_up_run(tmp_path / "d", ffn="gelu").model)
     assert not is_llama(made_up_run(tmp_path / "e", frame="post").model)
     turning = partial(StandardAttention, frequencies="per_head")
-    assert not is_llama(GPT(GPTConfig(vocab_size=31, context=8, d_model=16, n_layer=1, n_head=2), turning))
+    projected = partial(StandardAttention, project_stream="attention")
+    for mixer in (turning, projected):
+        assert not is_llama(GPT(GPTConfig(vocab_size=31, context=8, d_model=16, n_layer=1, n_head=2), mixer))
 
 
 def test_a_folder_of_somebody_else_is_not_overwritten(tmp_path):

@@ -105,5 +105,7 @@ def test_jumps_of_the_loss_are_counted_over_the_seeds_where_every_row_knows_them
     assert "jumps" not in results.table(question(), "letters", judge_part(question(), "letters", made))
     for number, known in enumerate(made.rows):
         known["incidents"] = number  # standard: 0, 2, 4; polar: 1, 3, 5
-    head, _, standard, polar = results.table(question(), "letters", judge_part(question(), "letters", made)).splitlines()
+    head, _, standard, polar = results.table(
+        question(), "letters", judge_part(question(), "letters", made)
+    ).splitlines()
     assert head.endswith("| jumps |") and standard.endswith("| 6 |") and polar.endswith("| 9 |")
