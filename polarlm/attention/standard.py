@@ -25,6 +25,7 @@ from polarlm.attention.mixer import (
     merge_heads,
     split_heads,
 )
+from polarlm.errors import UserError
 from polarlm.geometry.robust import causal_mask
 
 
@@ -40,8 +41,11 @@ class StandardAttention(Mixer):
         head_gate: bool = False,
         value_residual: bool = False,
         project_stream: str = "none",
+        qk_gain: float = 1.0,
     ) -> None:
         super().__init__(shape)
+        if qk_gain != 1 and not qk_norm:
+            raise UserError(f"block.qk_gain={qk_gain:g} is where QK-norm's gains start; it needs block.qk_norm=true.")
         self.project_stream = choice("project_stream", project_stream, STREAM_PROJECTIONS)
         self.frequencies = Frequencies(frequencies, shape, shape.head_dim)
         self.rotate_values = rotate_values
@@ -52,6 +56,9 @@ class StandardAttention(Mixer):
         # One gain per channel, shared by the heads, as in the published models that use QK-norm.
         self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if qk_norm else None
         self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if qk_norm else None
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                nn.init.constant_(norm.weight, qk_gain)
         self.head_gate = HeadGate(shape) if head_gate else None
         self.value_residual = ValueResidual(shape) if value_residual else None
 

@@ -159,6 +159,7 @@ class BlockSettings:
     frequencies: str = setting(choices=("shared", "per_head", "learned"))
     frame: str | None = setting(choices=FRAME_NAMES)
     qk_norm: bool = setting()
+    qk_gain: float = setting(above=0)
     head_gate: bool = setting()
     value_residual: bool = setting()
     transport: str = setting(choices=("rotary", "phases", "unitary"))
