@@ -13,6 +13,7 @@ from polarlm.attention import (
     StandardAttention,
     TokenContext,
 )
+from polarlm.errors import UserError
 from polarlm.geometry import rotary_tables
 from polarlm.geometry.transport import rotary_frequencies, transport_pairwise
 
@@ -75,6 +76,19 @@ def test_polar_with_constant_precision_is_standard_attention_with_qk_norm(rotate
     polar = constant_precision(rotate_values=rotate_values, groups=groups)
     copy_weights(standard, polar)
     assert_same_function(standard, polar)
+
+
+def test_qk_norms_gain_starts_where_it_is_told_and_multiplies_fresh_logits_by_its_square():
+    plain, gained = (StandardAttention(shape(), qk_norm=True, qk_gain=gain) for gain in (1.0, 1.5))
+    gained.load_state_dict({**plain.state_dict(), **{k: v for k, v in gained.state_dict().items() if "norm" in k}})
+    x, records = torch.randn(1, LENGTH, WIDTH), [{}, {}]
+    for mixer, record in zip((plain, gained), records, strict=True):
+        mixer(x, TokenContext(rotary(mixer), record=record))
+    logits = [r["weights"].clamp_min(1e-30).log() + r["log_evidence"].unsqueeze(-1) for r in records]
+    seen = records[0]["weights"] > 0
+    torch.testing.assert_close(logits[1][seen], 1.5**2 * logits[0][seen], atol=1e-4, rtol=1e-4)
+    with pytest.raises(UserError, match=r"block\.qk_gain=2 .* block\.qk_norm=true"):
+        StandardAttention(shape(), qk_gain=2.0)
 
 
 @pytest.mark.parametrize("groups", [None, 2])
