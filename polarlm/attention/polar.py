@@ -89,7 +89,7 @@ class PolarAttention(Mixer):
         uncertainty: str | bool = "none",
         projector: str = "real",
         tie_output: bool = False,
-        project_stream: str = "none",
+        project_stream: str = "attention",
         norm_position: str = "both",
         norm_scope: str = "per_head",
         norm_gain: str = "none",
