@@ -6,7 +6,7 @@ import warnings
 from dataclasses import fields
 from typing import Any
 
-from polarlm.data.config import DataConfig, read_config
+from polarlm.data.config import DataConfig, read_data_config
 from polarlm.errors import UserError, did_you_mean
 from polarlm.launch.schema import OPEN_GROUPS, EvalSettings, TrainSettings, group_schemas
 from polarlm.locations import CONFIGS, own_configs
@@ -115,5 +115,5 @@ def check_relations(config: dict[str, Any]) -> None:
     plan = plan_batches(trainer["batch_tokens"], config["model"]["context"], processes, trainer["micro_batch_tokens"])
     steps = total_steps(trainer["max_steps"], trainer["max_tokens"], plan.tokens)
     build_schedule(config["schedule"], steps * plan.tokens)
-    read_config(config["data"])
+    read_data_config(config["data"])
     read_tokenizer_config(config["tokenizer"])

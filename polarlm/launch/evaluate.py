@@ -50,7 +50,7 @@ def evaluate_run(cfg: DictConfig) -> float:
     from polarlm.runs.files import write_json
 
     records = [record for checkpoint in checkpoints for record in judge(checkpoint, names, options)]
-    summary: Any = flat(records[0]) if len(records) == 1 and "metrics" in records[0] else records
+    summary: Any = flat_metrics(records[0]) if len(records) == 1 and "metrics" in records[0] else records
     if options["out"]:
         write_json(Path(options["out"]), summary)
         print(f"  written to {options['out']}")
@@ -94,7 +94,7 @@ def find_checkpoints(places: Sequence[str]) -> list[str]:
 
 def judge(checkpoint: str, names: Sequence[str], options: dict[str, Any]) -> list[dict[str, Any]]:
     """The records of one checkpoint, printed and written to its run folder."""
-    from polarlm.launch.protocols import PROTOCOLS, Question, corpus_for
+    from polarlm.launch.protocols import PROTOCOLS, EvaluationRequest, corpus_for
     from polarlm.runs.evaluations import write_evaluation
     from polarlm.runs.restore import restore_run
 
@@ -108,17 +108,17 @@ def judge(checkpoint: str, names: Sequence[str], options: dict[str, Any]) -> lis
             f"data={corpus.name} is a task whose targets are answers, not the next tokens: it is judged whole, by "
             "protocol=windows"
         )
-    question = Question(run, corpus, split, options)
+    request = EvaluationRequest(run, corpus, split, options)
     print(visible_text(f"{run.folder}  ({run.weights.name})"))
     records = []
     for name in names:
-        answer = PROTOCOLS[name](question)
+        answer = PROTOCOLS[name](request)
         protocol = {
             "name": name,
             "data": corpus.name if options.get("data") else run.config["choices"]["data"],
             "split": split,
             "tokenizer": run.config["choices"]["tokenizer"],
-            "context": question.context,
+            "context": request.context,
             "corpus": corpus.fingerprint,
             "weights": run.weights.name,
             **answer.asked,
@@ -130,7 +130,7 @@ def judge(checkpoint: str, names: Sequence[str], options: dict[str, Any]) -> lis
     return records
 
 
-def flat(record: dict[str, Any]) -> dict[str, Any]:
+def flat_metrics(record: dict[str, Any]) -> dict[str, Any]:
     """{split/metric: value, …, protocol}: the form in which one protocol of one run is told to other programs."""
     split = record["protocol"]["split"]
     return {

@@ -37,7 +37,7 @@ def inspect(options: argparse.Namespace) -> int:
             "(inspect --plan gpus=8 gpu=h100 experiment=gpt2_124m)"
         )
     if options.plan is None:
-        return runs.inspect(options)
+        return runs.print_description(options)
     print(plan_text(options.plan))
     return 0
 

@@ -29,7 +29,7 @@ class PlannedJob:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlannedJobs:
     """What a command line asks for."""
 
     multirun: bool
@@ -58,7 +58,7 @@ def _loader(own: Path | None) -> Any:
         world.hydra = running
 
 
-def plan_jobs(loader: Any, config_name: str, overrides: Sequence[str], *, multirun: bool) -> Plan:
+def plan_jobs(loader: Any, config_name: str, overrides: Sequence[str], *, multirun: bool) -> PlannedJobs:
     """Check every override and expand the sweep; a wrong one is a UserError that names the nearest right one.
 
     A wrong value in one job of a sweep is kept with that job, unless every job is wrong.
@@ -86,7 +86,7 @@ def plan_jobs(loader: Any, config_name: str, overrides: Sequence[str], *, multir
     planned = list(_check_jobs(loader, config_name, groups, own, jobs))
     if all(job.error for job in planned):
         raise planned[0].error  # type: ignore[misc]
-    return Plan(multirun, overrides, planned, varied)
+    return PlannedJobs(multirun, overrides, planned, varied)
 
 
 def compose(loader: Any, config_name: str, overrides: Sequence[str]) -> Any:

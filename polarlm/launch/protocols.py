@@ -20,8 +20,7 @@ from polarlm.evaluation.by_position import loss_by_position
 from polarlm.evaluation.calibration import calibration
 from polarlm.evaluation.corruption import loss_by_corruption
 from polarlm.evaluation.documents import losses_of_documents
-from polarlm.evaluation.downstream import blimp as blimp_task
-from polarlm.evaluation.downstream import lambada as lambada_task
+from polarlm.evaluation.downstream import blimp, lambada
 from polarlm.evaluation.downstream.files import read_rows, task_file
 from polarlm.evaluation.downstream.rolling import roll_documents
 from polarlm.evaluation.length import loss_by_length
@@ -47,7 +46,7 @@ class Answer:
 
 
 @dataclass
-class Question:
+class EvaluationRequest:
     """A run, the corpus it is judged on, and the options of `eval.py`."""
 
     run: RestoredRun
@@ -76,126 +75,141 @@ class Question:
         return score_text(self.run.model, self.text, context=self.context, mask_documents=self.masked)
 
 
-def windows(q: Question) -> Answer:
+def run_windows(request: EvaluationRequest) -> Answer:
     """Windows that do not overlap: the protocol of validation, and to the last bit its numbers on the whole split."""
-    if q.options["tokens"] or q.options["context"]:
-        counted = q.scores.tally(q.text)
+    if request.options["tokens"] or request.options["context"]:
+        counted = request.scores.tally(request.text)
     else:
         # The same micro-batches as in training on one process: the same sums in the same order.
-        trainer, context = q.run.config["trainer"], q.context
+        trainer, context = request.run.config["trainer"], request.context
         plan = plan_batches(int(trainer["batch_tokens"]), context, 1, int(trainer["micro_batch_tokens"]))
         from polarlm.data.order.examples import eval_batches
 
-        store, probe = q.corpus.store(q.split), q.corpus.probe
-        batches = eval_batches(store, probe, context, plan.micro, mask_documents=q.masked)
-        counted = tally_batches(q.run.model, batches, q.text.size)
-    return Answer({"stride": q.context, "tokens": counted.targets}, {"metrics": measure(counted)})
+        store, probe = request.corpus.store(request.split), request.corpus.probe
+        batches = eval_batches(store, probe, context, plan.micro, mask_documents=request.masked)
+        counted = tally_batches(request.run.model, batches, request.text.size)
+    return Answer({"stride": request.context, "tokens": counted.targets}, {"metrics": measure(counted)})
 
 
-def sliding(q: Question) -> Answer:
+def run_sliding(request: EvaluationRequest) -> Answer:
     """Overlapping windows: every token with at least context − stride tokens before it."""
-    stride = int(q.options["stride"] or max(1, q.context // 2))
-    scores = score_text(q.run.model, q.text, context=q.context, stride=stride, mask_documents=q.masked)
-    counted = scores.tally(q.text)
+    stride = int(request.options["stride"] or max(1, request.context // 2))
+    scores = score_text(
+        request.run.model, request.text, context=request.context, stride=stride, mask_documents=request.masked
+    )
+    counted = scores.tally(request.text)
     return Answer({"stride": stride, "tokens": counted.targets}, {"metrics": measure(counted)})
 
 
-def position(q: Question) -> Answer:
+def run_position(request: EvaluationRequest) -> Answer:
     """Loss by the number of tokens read before the target."""
-    return Answer(_plain(q), {"by_position": loss_by_position(q.scores, q.context)})
+    return Answer(_plain(request), {"by_position": loss_by_position(request.scores, request.context)})
 
 
-def frequency(q: Question) -> Answer:
+def run_frequency(request: EvaluationRequest) -> Answer:
     """Loss by how often the target occurs in the text the run was trained on."""
-    own = build_corpus(q.run.config["data"], q.run.config["tokenizer"], q.options["cache_dir"])
-    train = own.store("train")[:TRAINING_TOKENS].astype(np.int64)
-    counts = token_counts(train, q.run.tokenizer.vocab_size)
-    return Answer({**_plain(q), "training_tokens": len(train)}, {"by_frequency": loss_by_frequency(q.scores, counts)})
+    trained_on = build_corpus(request.run.config["data"], request.run.config["tokenizer"], request.options["cache_dir"])
+    train = trained_on.store("train")[:TRAINING_TOKENS].astype(np.int64)
+    counts = token_counts(train, request.run.tokenizer.vocab_size)
+    return Answer(
+        {**_plain(request), "training_tokens": len(train)}, {"by_frequency": loss_by_frequency(request.scores, counts)}
+    )
 
 
-def length(q: Question) -> Answer:
+def run_length(request: EvaluationRequest) -> Answer:
     """The run read at multiples of the context it was trained with."""
-    factors = [int(factor) for factor in q.options["lengths"]]
-    numbers = loss_by_length(q.run.model, q.text, factors, mask_documents=q.masked)
-    asked = {"context": numbers["context"], "stride": numbers["context"], "tokens": len(q.text.tokens) - 1}
+    factors = [int(factor) for factor in request.options["lengths"]]
+    numbers = loss_by_length(request.run.model, request.text, factors, mask_documents=request.masked)
+    asked = {"context": numbers["context"], "stride": numbers["context"], "tokens": len(request.text.tokens) - 1}
     return Answer(asked, {"by_length": numbers})
 
 
-def corruption(q: Question) -> Answer:
+def run_corruption(request: EvaluationRequest) -> Answer:
     """Part of what is read replaced: random tokens, exchanged tokens, repeated tokens."""
-    kinds, rates = list(q.options["corruptions"]), [float(rate) for rate in q.options["rates"]]
-    seed = int(q.options["seed"])
-    numbers = loss_by_corruption(q.run.model, q.text, kinds, rates, seed=seed, mask_documents=q.masked)
-    return Answer({**_plain(q), "kinds": kinds, "rates": rates, "seed": seed}, {"by_corruption": numbers})
+    kinds, rates = list(request.options["corruptions"]), [float(rate) for rate in request.options["rates"]]
+    seed = int(request.options["seed"])
+    numbers = loss_by_corruption(
+        request.run.model, request.text, kinds, rates, seed=seed, mask_documents=request.masked
+    )
+    return Answer({**_plain(request), "kinds": kinds, "rates": rates, "seed": seed}, {"by_corruption": numbers})
 
 
-def shuffled(q: Question) -> Answer:
+def run_shuffled(request: EvaluationRequest) -> Answer:
     """Negative control: documents with their tokens in random order."""
-    bigram = ngram_losses(q.corpus, q.split, tokens=len(q.text.tokens))["bigram"]
-    seed = int(q.options["seed"])
-    numbers = shuffling_control(q.run.model, q.text, bigram, seed=seed, mask_documents=q.masked)
-    return Answer({**_plain(q), "seed": seed}, {"control": numbers})
+    bigram = ngram_losses(request.corpus, request.split, tokens=len(request.text.tokens))["bigram"]
+    seed = int(request.options["seed"])
+    numbers = shuffling_control(request.run.model, request.text, bigram, seed=seed, mask_documents=request.masked)
+    return Answer({**_plain(request), "seed": seed}, {"control": numbers})
 
 
-def calibrated(q: Question) -> Answer:
+def run_calibration(request: EvaluationRequest) -> Answer:
     """Reliability of the predicted probabilities."""
-    return Answer(_plain(q), {"calibration": calibration(q.run.model, q.text, mask_documents=q.masked)})
+    return Answer(
+        _plain(request), {"calibration": calibration(request.run.model, request.text, mask_documents=request.masked)}
+    )
 
 
-def confidence(q: Question) -> Answer:
+def run_confidence(request: EvaluationRequest) -> Answer:
     """Correlation of magnitude and evidence with loss and entropy, per layer."""
-    from polarlm.diagnostics.confidence import confidence as correlations
+    from polarlm.diagnostics.confidence import confidence
 
-    return Answer(_plain(q), {"confidence": correlations(q.run.model, q.text, mask_documents=q.masked)})
+    return Answer(
+        _plain(request), {"confidence": confidence(request.run.model, request.text, mask_documents=request.masked)}
+    )
 
 
-def documents(q: Question) -> Answer:
+def run_documents(request: EvaluationRequest) -> Answer:
     """The losses of every document, kept for comparisons of two checkpoints."""
-    arrays = losses_of_documents(q.scores, q.text, q.run.tokenizer)
-    numbers = {"documents": len(arrays["nats"]), "metrics": measure(q.scores.tally(q.text))}
-    return Answer(_plain(q), numbers, arrays)
+    arrays = losses_of_documents(request.scores, request.text, request.run.tokenizer)
+    numbers = {"documents": len(arrays["nats"]), "metrics": measure(request.scores.tally(request.text))}
+    return Answer(_plain(request), numbers, arrays)
 
 
-def rolling(q: Question) -> Answer:
+def run_rolling(request: EvaluationRequest) -> Answer:
     """Every document by itself after an end of text, as lm-evaluation-harness reads WikiText's pages."""
-    counted = roll_documents(q.run.model, q.text, q.run.tokenizer)
-    return Answer({"stride": q.run.model.config.context, "tokens": counted.targets}, {"metrics": measure(counted)})
+    counted = roll_documents(request.run.model, request.text, request.run.tokenizer)
+    return Answer(
+        {"stride": request.run.model.config.context, "tokens": counted.targets}, {"metrics": measure(counted)}
+    )
 
 
-def blimp(q: Question) -> Answer:
+def run_blimp(request: EvaluationRequest) -> Answer:
     """Minimal pairs of grammar, from a local file."""
-    return _downstream(q, blimp_task.LOCAL, "blimp", blimp_task.blimp)
+    return _downstream(request, blimp.LOCAL, "blimp", blimp.blimp)
 
 
-def lambada(q: Question) -> Answer:
+def run_lambada(request: EvaluationRequest) -> Answer:
     """The last words of passages, from a local file."""
-    return _downstream(q, lambada_task.LOCAL, "lambada", lambada_task.lambada)
+    return _downstream(request, lambada.LOCAL, "lambada", lambada.lambada)
 
 
-def _downstream(q: Question, file: str, name: str, task: Callable[..., dict[str, Any]]) -> Answer:
-    rows = read_rows(task_file(file), q.options["examples"])
+def _downstream(request: EvaluationRequest, file: str, name: str, task: Callable[..., dict[str, Any]]) -> Answer:
+    rows = read_rows(task_file(file), request.options["examples"])
     asked = {"data": name, "split": "test", "stride": None, "tokens": None, "corpus": file, "examples": len(rows)}
-    return Answer(asked, {name: task(q.run.model, q.run.tokenizer, rows)})
+    return Answer(asked, {name: task(request.run.model, request.run.tokenizer, rows)})
 
 
-def _plain(q: Question) -> dict[str, Any]:
-    return {"stride": q.context, "tokens": len(q.scores.nats) if "scores" in q.__dict__ else len(q.text.tokens) - 1}
+def _plain(request: EvaluationRequest) -> dict[str, Any]:
+    return {
+        "stride": request.context,
+        "tokens": len(request.scores.nats) if "scores" in request.__dict__ else len(request.text.tokens) - 1,
+    }
 
 
-PROTOCOLS: dict[str, Callable[[Question], Answer]] = {
-    "windows": windows,
-    "sliding": sliding,
-    "position": position,
-    "frequency": frequency,
-    "length": length,
-    "corruption": corruption,
-    "shuffled": shuffled,
-    "calibration": calibrated,
-    "confidence": confidence,
-    "documents": documents,
-    "rolling": rolling,
-    "blimp": blimp,
-    "lambada": lambada,
+PROTOCOLS: dict[str, Callable[[EvaluationRequest], Answer]] = {
+    "windows": run_windows,
+    "sliding": run_sliding,
+    "position": run_position,
+    "frequency": run_frequency,
+    "length": run_length,
+    "corruption": run_corruption,
+    "shuffled": run_shuffled,
+    "calibration": run_calibration,
+    "confidence": run_confidence,
+    "documents": run_documents,
+    "rolling": run_rolling,
+    "blimp": run_blimp,
+    "lambada": run_lambada,
 }
 
 

@@ -43,7 +43,7 @@ def note_job(result: JobReturn, name: str) -> None:
         _jobs.append(("failed", name, " ".join(str(error).split())[:200] or type(error).__name__))
 
 
-def print_plan(plan: Any, config_name: str) -> None:
+def print_sweep_plan(plan: Any, config_name: str) -> None:
     """Say what a sweep is going to do, and keep it for `polarlm sweep status`."""
     from polarlm.runs.identity import identity_of
     from polarlm.runs.sweeps import known_runs, sweep_group, write_plan

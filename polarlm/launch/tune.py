@@ -60,7 +60,7 @@ def tune(options: argparse.Namespace) -> int:
         options.key: optuna.distributions.FloatDistribution(options.low, options.high, log=not options.linear)
     }
     while len(study.get_trials(states=(State.COMPLETE, State.PRUNED))) < options.trials:
-        run_trial(study, study.ask(space), options, group, folder, State)
+        try_value(study, study.ask(space), options, group, folder, State)
     done = study.get_trials(states=(State.COMPLETE,))
     if not done:
         print("No trial has finished.", file=sys.stderr)
@@ -85,7 +85,7 @@ def trial_config(options: argparse.Namespace, value: float) -> dict[str, Any]:
     return job.config
 
 
-def run_trial(study: Any, trial: Any, options: argparse.Namespace, group: str, folder: Path, state: Any) -> None:
+def try_value(study: Any, trial: Any, options: argparse.Namespace, group: str, folder: Path, state: Any) -> None:
     """One run: report every validation, stop when the pruner says so, tell the study how it ended."""
     from polarlm.launch.processes import start_job, stop_job
     from polarlm.runs.files import read_json

@@ -26,7 +26,7 @@ class Table:
     rows: list[list[str]]
 
 
-def final_table(judgement: Judgement) -> Table:
+def results_table(judgement: Judgement) -> Table:
     """One row per group: judged losses with intervals, the difference to the baseline, and what it cost."""
     losses = judgement.measure.siblings()
     columns = ["group", "seeds", *(Measure(m).title for m in losses)]
@@ -67,7 +67,7 @@ def difference_table(groups: Sequence[Group]) -> Table:
 def text_report(judgement: Judgement, width: int = 120) -> str:
     """The final table and the verdicts for a terminal."""
     lines = [headline(judgement), "", f"Final loss on the {judgement.split} split; ± is half of the 95 % interval.", ""]
-    lines += [_aligned(final_table(judgement)), ""]
+    lines += [_aligned(results_table(judgement)), ""]
     for judged in judgement.rows:
         if judged.outcome != "baseline":
             lines.append(textwrap.fill(judged.sentence, width, initial_indent="• ", subsequent_indent="  "))

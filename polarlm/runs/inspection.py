@@ -17,7 +17,7 @@ PARTS = {"embedding": "embedding", "head": "output", "mixer": "attention", "feed
 OPTIMISER_BYTES = 8  # AdamW's two moments, fp32
 
 
-def describe(run: RestoredRun) -> str:
+def describe_run(run: RestoredRun) -> str:
     """The whole description as text."""
     model, context = run.model, run.model.config.context
     lines = [f"{run.folder}  ({run.weights.name})", "", "Parameters"]
@@ -27,7 +27,7 @@ def describe(run: RestoredRun) -> str:
     tokens = int(run.config["trainer"]["micro_batch_tokens"])
     rows = max(1, tokens // context)
     lines += ["", f"Memory of a training step in fp32 (micro-batch of {rows} × {context:,} tokens)"]
-    lines += _columns([(name, _bytes(size)) for name, size in step_memory(model, rows)])
+    lines += _columns([(name, _bytes(size)) for name, size in memory_parts(model, rows)])
     scalars = learned_scalars(model)
     if scalars:
         lines += ["", "Learned scalars (a row per layer; a number per head, or one for all)"]
@@ -70,7 +70,7 @@ def flops_parts(model: GPT, context: int) -> list[tuple[str, int]]:
     ]
 
 
-def step_memory(model: GPT, rows: int) -> list[tuple[str, int]]:
+def memory_parts(model: GPT, rows: int) -> list[tuple[str, int]]:
     """(what, bytes): weights, gradients, AdamW's moments, and what one forward pass keeps for its backward pass."""
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     elements = model.parameter_count()

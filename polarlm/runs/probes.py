@@ -12,7 +12,7 @@ MAX_PROBES = 40
 
 
 @dataclass(frozen=True)
-class Probe:
+class StoredProbe:
     """One look inside a run: arrays of shape (), (layers,), (layers + 1,) or (layers, heads), and lag profiles."""
 
     step: float
@@ -22,7 +22,7 @@ class Probe:
     profiles: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def read_probes(path: Path, max_probes: int = MAX_PROBES) -> tuple[list[Probe], int]:
+def read_probes(path: Path, max_probes: int = MAX_PROBES) -> tuple[list[StoredProbe], int]:
     """At most `max_probes` probes in order of steps (newest included) and the number of unreadable lines."""
     try:
         lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
@@ -34,7 +34,7 @@ def read_probes(path: Path, max_probes: int = MAX_PROBES) -> tuple[list[Probe], 
         unreadable += 1
     if not lines:
         return [], unreadable
-    probes: dict[float, Probe] = {}
+    probes: dict[float, StoredProbe] = {}
     for index in np.unique(np.linspace(0, len(lines) - 1, min(max_probes, len(lines))).round().astype(int)):
         try:
             probe = _parse(json.loads(lines[index]))
@@ -52,14 +52,14 @@ def _is_complete(line: bytes) -> bool:
         return False
 
 
-def _parse(row: dict[str, Any]) -> Probe:
+def _parse(row: dict[str, Any]) -> StoredProbe:
     values = {name: _array(value) for name, value in row["values"].items() if value is not None}
     profiles = {}
     for name, profile in (row.get("profiles") or {}).items():
         x, y = _array(profile["x"]), _array(profile["y"])
         if y.shape[-1:] == x.shape:
             profiles[name] = {"x": x, "y": y, "xlabel": str(profile.get("xlabel", "lag"))}
-    return Probe(float(row["step"]), float(row["tokens"]), int(row["layers"]), values, profiles)
+    return StoredProbe(float(row["step"]), float(row["tokens"]), int(row["layers"]), values, profiles)
 
 
 def _array(value: Any) -> np.ndarray:

@@ -119,8 +119,8 @@ def require_size(model: dict[str, Any], weights: dict[str, torch.Tensor], senten
     """Compare the weights with the written size before a model of it is built: a stranger may have written any size."""
     shape = tuple(weights["embedding.weight"].shape)
     layers = len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
-    found = {"d_model": shape[1] if len(shape) == 2 else None, "n_layer": layers}
-    for key, value in found.items():
+    sizes = {"d_model": shape[1] if len(shape) == 2 else None, "n_layer": layers}
+    for key, value in sizes.items():
         if model.get(key) != value:
             raise UserError(f"{sentence}: model.{key} is {model.get(key)!r}, the weights have {value}")
 

@@ -10,7 +10,7 @@ from typing import Any
 from polarlm.runs.files import read_config, read_json
 from polarlm.runs.identity import flatten, identity_of
 from polarlm.study.jobs import Planner
-from polarlm.study.plan import Job, Question
+from polarlm.study.plan import PlannedRun, Question
 from polarlm.study.rows import row_of, settings_of_run
 from polarlm.study.summaries import Summary
 
@@ -30,7 +30,7 @@ class Collected:
 class Place:
     """Where runs of these settings belong."""
 
-    job: Job  # with the first seed and value; the run's own are put in
+    job: PlannedRun  # with the first seed and value; the run's own are put in
     settings: dict[str, Any]
     key: str | None  # the tuned one
 
@@ -65,7 +65,7 @@ def _places(question: Question, planner: Planner) -> Iterable[Place]:
                 yield Place(job, settings_of_run(job.config), tune.key if tune else None)
 
 
-def _fitting(question: Question, place: Place, config: dict[str, Any], told: Collected) -> Job | None:
+def _fitting(question: Question, place: Place, config: dict[str, Any], told: Collected) -> PlannedRun | None:
     """The job that this run is, or None. A setting that one of the two does not know yet does not part them."""
     part = question.parts[place.job.part]
     tune, seeds = question.tuning_of(part), question.seeds_of(part)

@@ -73,7 +73,7 @@ def run_study(options: argparse.Namespace) -> int:
     summaries = options.summaries or (options.runs / ".study" if options.quick else Path("docs") / FOLDER)
     seconds = seconds_of(options.budget) if options.budget else None
     told = Study(questions, options.runs, summaries, options.set, options.reuse_summaries)
-    print_plan(told, options)
+    print_study_plan(told, options)
     if options.plan:
         return 0
     complete = told.run(options.jobs, options.threads, seconds)
@@ -102,7 +102,7 @@ def selected(name: str, part: str | None) -> list[Any]:
     return [replace(q, parts={part: q.parts[part]}) for q in questions if part in q.parts]
 
 
-def print_plan(study: Any, options: argparse.Namespace) -> None:
+def print_study_plan(study: Any, options: argparse.Namespace) -> None:
     """Jobs by question: done and to do; seeds at tuned values are counted once their values are known."""
     from polarlm.study.estimate import estimate
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from polarlm.report.records import Curve, curves_of
+from polarlm.report.records import RecordCurve, curves_of
 from polarlm.study.judge import JudgedPart, Line
 from polarlm.verdict.estimates import estimate_mean
 
 
 def curve_tables(judged: JudgedPart) -> Iterator[str]:
     """One table per curve: variants down, places across."""
-    by_name: dict[str, dict[str, list[Curve]]] = {}
+    by_name: dict[str, dict[str, list[RecordCurve]]] = {}
     for line in judged.lines:
         for row in line.rows:
             for record in row.get("evaluations") or []:
@@ -49,7 +49,7 @@ def _probe(line: Line, name: str) -> list[list[float]]:
     return [row["probes"][name] for row in line.rows if name in (row.get("probes") or {})]
 
 
-def _at(curve: Curve, x: float) -> float | None:
+def _at(curve: RecordCurve, x: float) -> float | None:
     return dict(zip(curve.x, curve.y)).get(x)
 
 

@@ -72,7 +72,7 @@ def judge_part(question: Question, name: str, summary: Summary) -> JudgedPart | 
         label = group.label
         tried = tuning_losses(summary, name, label)
         lines.append(Line(label, values[label], tried, rows[label], losses, mean, comparison, outcome, sentence))
-    return JudgedPart(measure, lines, finding, [*notes, *versions(rows)])
+    return JudgedPart(measure, lines, finding, [*notes, *versions_of_runs(rows)])
 
 
 def tuning_losses(summary: Summary, part: str, variant: str) -> dict[float, float | None]:
@@ -151,7 +151,7 @@ def previous(question: Question, part: Part, groups: list[Group], measure: Measu
     return told, finding, []
 
 
-def versions(rows: Mapping[str, Sequence[dict[str, Any]]]) -> list[str]:
+def versions_of_runs(rows: Mapping[str, Sequence[dict[str, Any]]]) -> list[str]:
     """Which code and which torch made the runs."""
     every = [row for own in rows.values() for row in own]
     commits = sorted({row["commit"] for row in every if row.get("commit")})

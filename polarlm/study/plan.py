@@ -76,7 +76,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedRun:
     """One training run of the plan."""
 
     question: str

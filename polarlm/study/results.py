@@ -103,7 +103,7 @@ def section(
             lines += [own, ""]
         if name in words:
             lines += [words[name], ""]
-        lines += [table(question, name, judged), ""]
+        lines += [variants_table(question, name, judged), ""]
         picture = draw(f"{question.name}-{name}", judged)
         if picture:
             lines += [f"![{part.title}: differences with intervals]({picture})", ""]
@@ -135,7 +135,7 @@ def differently_decided(question: Question, name: str) -> str:
     return f"Here: {', '.join(words)}." if words else ""
 
 
-def table(question: Question, name: str, judged: JudgedPart) -> str:
+def variants_table(question: Question, name: str, judged: JudgedPart) -> str:
     """Variants in the plan's order; no ranking where nothing is shown."""
     part = question.parts[name]
     tune = question.tuning_of(part)

@@ -17,7 +17,7 @@ from polarlm.runs.sweeps import RESULT_VARIABLE
 from polarlm.training.finish import finish
 from polarlm.training.fit import fit
 from polarlm.training.hardware import use_tensor_cores
-from polarlm.training.job import build_job, headline
+from polarlm.training.job import build_job, describe_job
 from polarlm.training.loggers.sinks import build_loggers, finish_loggers
 from polarlm.training.quiet import quiet_libraries
 from polarlm.training.ranks import forget_folder, is_first, tell_folder, told_folder
@@ -48,7 +48,7 @@ def train_run(config: dict[str, Any], pictures: Callable[[Path], Any] | None = N
     loggers: list[Any] = []
     status = "finished"
     try:
-        print(headline(job, folder, again=again), file=sys.stderr, flush=True)
+        print(describe_job(job, folder, again=again), file=sys.stderr, flush=True)
         chosen = {"accelerator": job.accelerator, "precision": job.precision, "compiled": job.compiled}
         known = read_json(folder / "environment.json") or {}
         write_json(folder / "environment.json", {**known, "chosen": {**chosen, "reasons": job.reasons}})

@@ -70,7 +70,7 @@ class ShardedStrategy(ModelParallelStrategy):
         path = newest_usable(Path(checkpoint_path).parent, self._verify_together, warn=self.is_global_zero)
         assert path is not None and self.model is not None
         head = load_head(path, mmap=True)
-        source = Source(path, head)
+        source = CheckpointRows(path, head)
         source.load_weights(self.model, head.pop("state_dict"))
         for optimiser, state in zip(self.optimizers, head.pop("optimizer_states"), strict=True):
             source.load_optimiser(optimiser, state)
@@ -117,7 +117,7 @@ def span_of(tensor: DTensor) -> tuple[int, int]:
     return begin, begin + tensor.to_local().shape[0]
 
 
-class Source:
+class CheckpointRows:
     """Rows of the tensors of a checkpoint, whole or sharded."""
 
     def __init__(self, path: Path, head: dict[str, Any]) -> None:

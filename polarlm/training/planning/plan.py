@@ -22,7 +22,7 @@ HUB_VOCABULARIES = {"openai-community/gpt2": 50_257}
 
 
 @dataclass(frozen=True)
-class Plan:
+class ResourcePlan:
     """Everything the command prints."""
 
     config: dict[str, Any]
@@ -56,7 +56,7 @@ class Plan:
         return max(self.compute_seconds, sending) if hidden else self.compute_seconds + sending
 
 
-def make_plan(config: dict[str, Any], settings: PlanSettings) -> Plan:
+def make_plan(config: dict[str, Any], settings: PlanSettings) -> ResourcePlan:
     """Plan a checked configuration of a run."""
     trainer, gpu = config["trainer"], GPUS[settings.gpu]
     per_node = min(settings.per_node, settings.gpus)
@@ -77,7 +77,7 @@ def make_plan(config: dict[str, Any], settings: PlanSettings) -> Plan:
             memory[kind, recompute] = device_memory(step, shape, kind, settings.gpus)
             options = {"devices": settings.gpus, "per_node": per_node, "accumulate": batch.accumulate}
             sent[kind] = traffic(shape, step.gradients, kind, gpu, **options)
-    return Plan(
+    return ResourcePlan(
         config, settings, gpu, strategy, precision, model.parameter_count(), batch,
         total_steps(trainer["max_steps"], trainer["max_tokens"], batch.tokens), memory, sent,
         model.flops_per_token(context), peak_flops(gpu, precision),

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from polarlm.training.planning.devices import DeviceMemory
-from polarlm.training.planning.plan import Plan
+from polarlm.training.planning.plan import ResourcePlan
 
 ROOM = 0.9  # of a GPU's memory: the rest is for the driver, NCCL and fragmentation
 LINES = ("weights", "gradients", "optimiser", "activations", "workspace", "parallel")
 TITLES = {"workspace": "logits, workspace", "parallel": "buckets, gathered weights"}
 
 
-def describe_plan(plan: Plan) -> str:
+def describe_plan(plan: ResourcePlan) -> str:
     """The whole plan."""
     return "\n".join([*_headline(plan), "", *_memory(plan), "", *_traffic(plan), "", *_time(plan), "", *_notes(plan)])
 
 
-def _headline(plan: Plan) -> list[str]:
+def _headline(plan: ResourcePlan) -> list[str]:
     s, b, choices = plan.settings, plan.batch, plan.config["choices"]
     nodes = -(-s.gpus // s.per_node)
     how = plan.strategy if s.gpus > 1 else "alone"
@@ -27,7 +27,7 @@ def _headline(plan: Plan) -> list[str]:
     ]
 
 
-def _memory(plan: Plan) -> list[str]:
+def _memory(plan: ResourcePlan) -> list[str]:
     columns = [(kind, again) for kind in ("ddp", "fsdp") for again in (False, True)]
     limit = plan.gpu.memory * 1e9
     head = [f"{kind}{' + recompute' * again}{' *' * _is_chosen(plan, kind, again)}" for kind, again in columns]
@@ -38,7 +38,7 @@ def _memory(plan: Plan) -> list[str]:
     return [title, *_table(["", *head], rows)]
 
 
-def _is_chosen(plan: Plan, kind: str, again: bool) -> bool:
+def _is_chosen(plan: ResourcePlan, kind: str, again: bool) -> bool:
     return (kind, again) == (plan.strategy, plan.config["model"]["checkpointing"])
 
 
@@ -47,7 +47,7 @@ def _verdict(memory: DeviceMemory, limit: float) -> str:
     return f"{share:.0%}" + ("" if share <= ROOM else ", tight" if share <= 1 else ", too much")
 
 
-def _traffic(plan: Plan) -> list[str]:
+def _traffic(plan: ResourcePlan) -> list[str]:
     rows = [
         [kind, f"{t.sent / 1e9:.3g} GB", f"{1e3 * t.seconds:.3g} ms", _link(plan, t.link)]
         for kind, t in plan.traffic.items()
@@ -55,12 +55,12 @@ def _traffic(plan: Plan) -> list[str]:
     return ["Sent by each GPU per step, and the time of its slowest link", *_table(["", "bytes", "time", "link"], rows)]
 
 
-def _link(plan: Plan, link: str) -> str:
+def _link(plan: ResourcePlan, link: str) -> str:
     rate = {"network": plan.gpu.between, "node": plan.gpu.inside}.get(link)
     return "no other GPU" if rate is None else f"{link}, {rate:g} GB/s per direction"
 
 
-def _time(plan: Plan) -> list[str]:
+def _time(plan: ResourcePlan) -> list[str]:
     best, worst = plan.step_seconds(hidden=True), plan.step_seconds(hidden=False)
     tokens = plan.batch.tokens
     hours = [plan.steps * seconds / 3600 for seconds in (worst, best)]
@@ -79,7 +79,7 @@ def _range(numbers: list[float], form: str) -> str:
     return " … ".join(dict.fromkeys(format(number, form) for number in numbers))
 
 
-def _notes(plan: Plan) -> list[str]:
+def _notes(plan: ResourcePlan) -> list[str]:
     return [
         "Counted: FLOPs (the model's own), bytes of a step (on fake tensors, with the CPU's kernels, not compiled).",
         "Published: memory, peak FLOP/s and bandwidth of the GPU. Assumed, never measured by us: the MFU (mfu=…), that "
