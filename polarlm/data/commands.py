@@ -50,8 +50,8 @@ def data_settings(choices: list[str]) -> tuple[dict[str, Any], dict[str, Any], s
     from hydra.errors import HydraException, MissingConfigException
     from omegaconf import OmegaConf
 
-    own = own_configs()
-    search = [f"hydra.searchpath=[{own.as_uri()}]"] if own else []
+    user_configs = own_configs()
+    search = [f"hydra.searchpath=[{user_configs.as_uri()}]"] if user_configs else []
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             config: Any = OmegaConf.to_container(hydra_compose("train", [*choices, *search]), resolve=False)

@@ -131,7 +131,7 @@ def _job(task: Task, typed: list[str]) -> Task:
     """A Hydra task whose errors are told once: here for a single run, at the end of the sweep for a multirun."""
 
     @functools.wraps(task)
-    def told(cfg: DictConfig) -> float:
+    def explained(cfg: DictConfig) -> float:
         from hydra.core.hydra_config import HydraConfig
         from hydra.types import RunMode
 
@@ -145,7 +145,7 @@ def _job(task: Task, typed: list[str]) -> Task:
             fail(error)
             raise
 
-    return told
+    return explained
 
 
 def fail(error: BaseException) -> None:

@@ -44,7 +44,7 @@ def config_loader() -> Any:
 
 
 @cache
-def _loader(own: Path | None) -> Any:
+def _loader(user_configs: Path | None) -> Any:
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
@@ -80,10 +80,10 @@ def plan_jobs(loader: Any, config_name: str, overrides: Sequence[str], *, multir
     multirun = multirun or hydra.mode == RunMode.MULTIRUN
     _check_several([*params, *parsed], parsed, multirun)
     everything = [o for o in (*params, *parsed) if not o.is_hydra_override()]
-    own = [o.input_line for o in parsed if o.is_hydra_override()]
+    for_hydra = [o.input_line for o in parsed if o.is_hydra_override()]
     jobs = BasicSweeper.split_arguments(everything, None)[0] if multirun else [[o.input_line for o in everything]]
     varied = list(dict.fromkeys(o.key_or_group for o in everything if o.is_sweep_override()))
-    planned = list(_check_jobs(loader, config_name, groups, own, jobs))
+    planned = list(_check_jobs(loader, config_name, groups, for_hydra, jobs))
     if all(job.error for job in planned):
         raise planned[0].error  # type: ignore[misc]
     return PlannedJobs(multirun, overrides, planned, varied)
@@ -155,14 +155,14 @@ def _check_several(overrides: Sequence[Any], typed: Sequence[Any], multirun: boo
 
 
 def _check_jobs(
-    loader: Any, config_name: str, groups: dict[str, Any], own: list[str], jobs: list[list[str]]
+    loader: Any, config_name: str, groups: dict[str, Any], for_hydra: list[str], jobs: list[list[str]]
 ) -> Iterator[PlannedJob]:
     """Every key exists in what the job's own choices compose, and every value is of its type and range."""
     from omegaconf import OmegaConf
 
     composed: dict[tuple[str, ...], tuple[Any, list[str]]] = {}
     for job in jobs:
-        overrides = [_parse(loader, text) for text in (*own, *job)]
+        overrides = [_parse(loader, text) for text in (*for_hydra, *job)]
         choices = tuple(o.input_line for o in overrides if o.key_or_group in groups)
         if choices not in composed:
             shipped = compose(loader, config_name, choices)

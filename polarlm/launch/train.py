@@ -32,10 +32,10 @@ def train_job(cfg: DictConfig) -> float:
         if config["trainer"]["devices"] != 1 or config["trainer"]["nodes"] != 1:
             return train_in_own_process(list(hydra.overrides.task))
         try:
-            return train_and_tell(config)
+            return train_and_print(config)
         finally:
             forget_compiled_code()  # compiled code of one job must not reach the next
-    return train_and_tell(config)
+    return train_and_print(config)
 
 
 def forget_compiled_code() -> None:
@@ -83,12 +83,12 @@ def named_sizes(choice: str) -> dict[str, Any]:
     path = CONFIGS / "model" / f"{choice}.yaml"
     if not path.exists():  # a user's own size: whatever it says is what its name stands for
         return {}
-    own: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(path))  # type: ignore[assignment]
-    parents = [name for name in own.pop("defaults", []) if isinstance(name, str) and name != "_self_"]
-    return {key: value for source in (*map(named_sizes, parents), own) for key, value in source.items()}
+    sizes: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(path))  # type: ignore[assignment]
+    parents = [name for name in sizes.pop("defaults", []) if isinstance(name, str) and name != "_self_"]
+    return {key: value for source in (*map(named_sizes, parents), sizes) for key, value in source.items()}
 
 
-def train_and_tell(config: dict[str, Any]) -> float:
+def train_and_print(config: dict[str, Any]) -> float:
     """Train in this process and print the final table (rank 0); returns the validation loss."""
     from polarlm.launch.match import apply_match
     from polarlm.launch.table import final_table
@@ -107,8 +107,8 @@ def train_in_own_process(overrides: list[str]) -> float:
     from hydra.core.hydra_config import HydraConfig
 
     with tempfile.TemporaryDirectory() as place:
-        told = Path(place) / "folder"
-        environment = {RESULT_VARIABLE: str(told), SWEPT_VARIABLE: " ".join(sorted(command_overrides()[1]))}
+        result = Path(place) / "folder"
+        environment = {RESULT_VARIABLE: str(result), SWEPT_VARIABLE: " ".join(sorted(command_overrides()[1]))}
         process = start_job([*overrides, f"hydra.job.name={HydraConfig.get().job.name}"], environment)
         try:
             code = process.wait()
@@ -116,5 +116,5 @@ def train_in_own_process(overrides: list[str]) -> float:
             stop_job(process)
         if code:
             raise UserError(f"the job ended with exit code {code}; its own output above says why")
-        folder = Path(told.read_text(encoding="utf-8"))
+        folder = Path(result.read_text(encoding="utf-8"))
     return float(read_json(folder / "summary.json")["val/loss"])

@@ -56,16 +56,16 @@ class Planner:
         chosen_part = question.parts[part]
         tune = question.tuning_of(chosen_part)
         overrides = settings_of(question, chosen_part, variant, tune if stage == "tune" else None, self.extra)
-        own: dict[str, Any] = {tune.key: float(f"{value:g}")} if tune and value is not None else {}
-        key = (*overrides, *own.items(), seed)
+        tuned: dict[str, Any] = {tune.key: float(f"{value:g}")} if tune and value is not None else {}
+        key = (*overrides, *tuned.items(), seed)
         if key not in self._made:
             # Composing takes a tenth of a second, and no shipped yaml derives anything from the seed or a tuned number.
             config = copy.deepcopy(self._compose(tuple(overrides)))
-            for name, number in {**own, "seed": seed}.items():
+            for name, number in {**tuned, "seed": seed}.items():
                 set_in(config, name, number)
             self._made[key] = config, identity_of(config)
         config, identity = self._made[key]
-        overrides += [*(f"{name}={number:g}" for name, number in own.items()), f"seed={seed}"]
+        overrides += [*(f"{name}={number:g}" for name, number in tuned.items()), f"seed={seed}"]
         return PlannedRun(question.name, part, variant, stage, value, seed, tuple(overrides), config, identity)
 
     def _compose(self, overrides: tuple[str, ...]) -> dict[str, Any]:

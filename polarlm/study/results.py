@@ -99,8 +99,8 @@ def section(
             lines += ["Not run yet.", ""]
             continue
         lines += [f"**{judged.finding}.**", ""]
-        if own := differently_decided(question, name):
-            lines += [own, ""]
+        if decision := differently_decided(question, name):
+            lines += [decision, ""]
         if name in words:
             lines += [words[name], ""]
         lines += [variants_table(question, name, judged), ""]

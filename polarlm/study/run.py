@@ -65,16 +65,16 @@ class Study:
             logs = self.runs_dir / ".study" / "logs"
             if self.outcome(job.identity) is None:
                 key = ("train", job.identity)
-                own = [*job.overrides, f"runs_dir={self.runs_dir}", f"group=study-{job.question}-{job.part}"]
-                own += [] if any(text.startswith("logger") for text in own) else ["logger=none"]
-                made = PoolJob(self._number(key), own, job.label, logs / f"{job.identity[:IDENTITY_DIGITS]}.log")
+                overrides = [*job.overrides, f"runs_dir={self.runs_dir}", f"group=study-{job.question}-{job.part}"]
+                overrides += [] if any(text.startswith("logger") for text in overrides) else ["logger=none"]
+                made = PoolJob(self._number(key), overrides, job.label, logs / f"{job.identity[:IDENTITY_DIGITS]}.log")
                 missing.setdefault(key, made)
             elif settings := self.missing_evaluation(question, job):
                 key = ("eval", job.identity)
                 place = self.runs[job.identity][0]
                 log = logs / f"{job.identity[:IDENTITY_DIGITS]}-eval.log"
-                own = [f"checkpoint={place}", *settings]
-                missing.setdefault(key, PoolJob(self._number(key), own, f"{job.label}: evaluation", log, "eval"))
+                overrides = [f"checkpoint={place}", *settings]
+                missing.setdefault(key, PoolJob(self._number(key), overrides, f"{job.label}: evaluation", log, "eval"))
         return list(missing.values())
 
     def missing_evaluation(self, question: Question, job: PlannedRun) -> tuple[str, ...]:

@@ -89,10 +89,10 @@ def gains(ours: Mapping[int, LossCurve], theirs: Mapping[int, LossCurve], seeds:
     for currency in (*CURRENCIES[:2], PROCESSOR if undisturbed else CURRENCIES[2]):
         factors = []
         for seed in seeds:
-            own, reference = ours.get(seed), theirs.get(seed)
-            if own is None or reference is None or not len(own.losses) or currency not in own.costs:
+            curve, reference = ours.get(seed), theirs.get(seed)
+            if curve is None or reference is None or not len(curve.losses) or currency not in curve.costs:
                 continue
-            spent, needed = own.costs[currency][-1], cost_at(reference, currency, float(own.losses[-1]))
+            spent, needed = curve.costs[currency][-1], cost_at(reference, currency, float(curve.losses[-1]))
             if needed is not None and spent > 0:
                 factors.append(needed / spent)
         if factors:

@@ -22,9 +22,9 @@ def _settings(group: str, choice: str) -> dict[str, Any]:
     path = CONFIGS / group / f"{choice}.yaml"
     if Path(choice).name != choice or not path.is_file():
         return {}  # a choice of the user's own, or of another version
-    own: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True) or {}  # what a recipe may change: without one
+    settings: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True) or {}  # without recipe
     merged: dict[str, Any] = {}
-    for base in own.pop("defaults", []):
+    for base in settings.pop("defaults", []):
         if isinstance(base, str) and base != "_self_":
             merged |= _settings(group, base)
-    return merged | {str(k): v for k, v in own.items()}
+    return merged | {str(k): v for k, v in settings.items()}

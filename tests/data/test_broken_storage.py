@@ -170,8 +170,8 @@ def test_a_damaged_cache_is_rebuilt_as_it_was(
     DAMAGES[damage](corpus.folder)
     again = corpus_of(documents, "bpe", section_bytes=10_000)
     assert files(again.folder) == intact and again.folder == corpus.folder
-    told = capsys.readouterr().err.strip().splitlines()
-    assert len(told) == 1 and str(corpus.folder) in told[0]
+    messages = capsys.readouterr().err.strip().splitlines()
+    assert len(messages) == 1 and str(corpus.folder) in messages[0]
 
 
 def test_a_damaged_packing_plan_is_made_again(documents: list[str], corpus_of: Build) -> None:
