@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from polarlm.columns import aligned
 from polarlm.data.corpus import Corpus, build_corpus, find_damage, prepared_corpus
 from polarlm.data.order.permutation import Permutation, key
 from polarlm.data.store.tokens import TokenStore
@@ -158,8 +159,7 @@ def corpus_table(corpus: Corpus) -> str:
     for split, numbers in described["splits"].items():
         counts = [f"{numbers[k]:,}" for k in ("documents", "tokens", "bytes")]
         rows.append((split, *counts, f"{numbers['bytes_per_token']:.4f}", f"{numbers['unknown']:,}"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
+    lines = aligned(rows, first_left=False)
     tokenizer = described["tokenizer"]
     lines.append(
         f"tokenizer {tokenizer['kind']}, {tokenizer['vocab_size']:,} ids; fingerprint {corpus.fingerprint[:12]}"

@@ -12,6 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from polarlm.columns import aligned
 from polarlm.errors import UserError, did_you_mean
 from polarlm.evaluation.metrics import METRICS, formatted
 from polarlm.visible import visible_text
@@ -168,8 +169,7 @@ def table_of(value: Any, name: str) -> list[str]:
     simple = {key: column for key, column in columns.items() if all(not isinstance(x, (list, dict)) for x in column)}
     if simple:
         rows = [list(simple), *([_short(cell) for cell in row] for row in zip(*simple.values()))]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(simple))]
-        lines += ["  ".join(f"{cell:>{w}}" for cell, w in zip(row, widths)) for row in rows]
+        lines += aligned(rows, first_left=False)
     for key, column in columns.items():
         if key == "metrics":
             lines += [f"{metric_line(entry)}" for entry in column]

@@ -13,7 +13,6 @@ from omegaconf import DictConfig, OmegaConf
 from polarlm.errors import UserError
 from polarlm.launch.check import check_train
 from polarlm.launch.processes import start_job, stop_job
-from polarlm.locations import CONFIGS
 from polarlm.runs.files import read_json
 from polarlm.runs.sweeps import RESULT_VARIABLE, SWEPT_VARIABLE, command_overrides, find_finished, sweep_group
 
@@ -73,19 +72,11 @@ SIZES = ("d_model", "n_layer", "n_head", "n_kv_head", "head_dim", "ffn", "ffn_mu
 
 def size_name(model: dict[str, Any], choice: str) -> str:
     """The chosen size's name, or layers × width where a run has changed what the name stands for."""
-    named = named_sizes(choice)
+    from polarlm.verdict.defaults import shipped_settings
+
+    named = shipped_settings("model", choice)  # of a user's own size nothing: whatever it says is what it stands for
     same = all(model.get(key) == named.get(key, model.get(key)) for key in SIZES)
     return choice if same else f"{model['n_layer']}x{model['d_model']}"
-
-
-def named_sizes(choice: str) -> dict[str, Any]:
-    """What configs/model/<choice>.yaml says, with what it inherits."""
-    path = CONFIGS / "model" / f"{choice}.yaml"
-    if not path.exists():  # a user's own size: whatever it says is what its name stands for
-        return {}
-    sizes: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(path))  # type: ignore[assignment]
-    parents = [name for name in sizes.pop("defaults", []) if isinstance(name, str) and name != "_self_"]
-    return {key: value for source in (*map(named_sizes, parents), sizes) for key, value in source.items()}
 
 
 def train_and_print(config: dict[str, Any]) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from polarlm.columns import aligned
 from polarlm.verdict.estimates import Estimate
 from polarlm.verdict.groups import Group, config_differences, show
 from polarlm.verdict.headline import headline
@@ -162,10 +163,5 @@ def show_count(number: float | None) -> str:
 
 
 def _aligned(table: Table) -> str:
-    widths = [max(len(cell) for cell in column) for column in zip(table.columns, *table.rows)]
-
-    def line(cells: list[str]) -> str:
-        aligned = (c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths)))
-        return "  ".join(aligned).rstrip()
-
-    return "\n".join([line(table.columns), "  ".join("─" * w for w in widths), *(line(row) for row in table.rows)])
+    rules = ["─" * max(map(len, column)) for column in zip(table.columns, *table.rows)]
+    return "\n".join(aligned([table.columns, rules, *table.rows]))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polarlm.columns import aligned
 from polarlm.model import GPT
 from polarlm.runs.identity import flatten
 from polarlm.runs.restore import RestoredRun
@@ -135,10 +136,7 @@ def changed_settings(config: dict[str, Any]) -> list[tuple[str, Any, Any]]:
 
 
 def _columns(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
-    return [
-        f"  {row[0]:<{widths[0]}}  " + "  ".join(f"{cell:>{w}}" for cell, w in zip(row[1:], widths[1:])) for row in rows
-    ]
+    return [f"  {line}" for line in aligned(rows)]
 
 
 def _bytes(size: int) -> str:

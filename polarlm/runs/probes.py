@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from polarlm.runs.metrics import is_object
+
 # What a trajectory needs; the newest probe is always among them.
 MAX_PROBES = 40
 
@@ -29,7 +31,7 @@ def read_probes(path: Path, max_probes: int = MAX_PROBES) -> tuple[list[StoredPr
     except FileNotFoundError:
         return [], 0
     unreadable = 0
-    if lines and not _is_complete(lines[-1]):  # being written, or cut off by a kill
+    if lines and not is_object(lines[-1]):  # being written, or cut off by a kill
         lines.pop()
         unreadable += 1
     if not lines:
@@ -43,13 +45,6 @@ def read_probes(path: Path, max_probes: int = MAX_PROBES) -> tuple[list[StoredPr
             continue
         probes[probe.step] = probe  # a continued run may repeat a step: the later line counts
     return [probes[step] for step in sorted(probes)], unreadable
-
-
-def _is_complete(line: bytes) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
-        return False
 
 
 def _parse(row: dict[str, Any]) -> StoredProbe:

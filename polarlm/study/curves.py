@@ -28,7 +28,7 @@ def curve_tables(judged: JudgedPart) -> Iterator[str]:
         for variant, curves in variants.items():
             cells = [_cell([_at(curve, x) for curve in curves]) for x in first.x]
             rows.append([f"`{variant}`", *cells])
-        yield _table(rows)
+        yield markdown_table(rows)
 
 
 def probe_tables(judged: JudgedPart, names: Sequence[str]) -> Iterator[str]:
@@ -42,7 +42,7 @@ def probe_tables(judged: JudgedPart, names: Sequence[str]) -> Iterator[str]:
         if rows:
             layers = max(len(row) for row in rows) - 1
             head = [f"`{name}`", *(str(layer + 1) for layer in range(layers))]
-            yield _table([head, ["---"] * len(head), *rows])
+            yield markdown_table([head, ["---"] * len(head), *rows])
 
 
 def _probe(line: Line, name: str) -> list[list[float]]:
@@ -62,5 +62,6 @@ def _cell(values: Sequence[Any]) -> str:
     return f"{estimate.mean:.4g}" + (f" ± {half:.2g}" if half is not None else "")
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells, the second being the rule, as Markdown."""
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)

@@ -9,7 +9,7 @@ from typing import Any
 
 from polarlm.runs.files import write_text
 from polarlm.runs.sweeps import key_of
-from polarlm.study.curves import curve_tables, probe_tables
+from polarlm.study.curves import curve_tables, markdown_table, probe_tables
 from polarlm.study.judge import JudgedPart, Line, check_known, judge_part
 from polarlm.study.plan import Question, every_question
 from polarlm.study.rows import PRIVATE
@@ -150,7 +150,7 @@ def variants_table(question: Question, name: str, judged: JudgedPart) -> str:
         cells += [_difference(line), line.outcome, _mean(line, "parameters", ",.0f")]
         cells += [_flops(line), _mean(line, "seconds_per_step", ".0f", 1000)]
         rows.append(cells)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+    return markdown_table(rows)
 
 
 def details(question: Question, name: str, judged: JudgedPart) -> str:

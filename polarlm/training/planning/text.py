@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from polarlm.columns import aligned
 from polarlm.training.planning.devices import DeviceMemory
 from polarlm.training.planning.plan import ResourcePlan
 
@@ -35,7 +36,7 @@ def _memory(plan: ResourcePlan) -> list[str]:
     rows.append(["peak", *(_gb(plan.memory[c].peak) for c in columns)])
     rows.append([f"of {plan.gpu.memory:g} GB", *(_verdict(plan.memory[c], limit) for c in columns)])
     title = "Memory per GPU in GB (* as configured; recompute: model.checkpointing=true)"
-    return [title, *_table(["", *head], rows)]
+    return [title, *_table([["", *head], *rows])]
 
 
 def _is_chosen(plan: ResourcePlan, kind: str, again: bool) -> bool:
@@ -52,7 +53,10 @@ def _traffic(plan: ResourcePlan) -> list[str]:
         [kind, f"{t.sent / 1e9:.3g} GB", f"{1e3 * t.seconds:.3g} ms", _link(plan, t.link)]
         for kind, t in plan.traffic.items()
     ]
-    return ["Sent by each GPU per step, and the time of its slowest link", *_table(["", "bytes", "time", "link"], rows)]
+    return [
+        "Sent by each GPU per step, and the time of its slowest link",
+        *_table([["", "bytes", "time", "link"], *rows]),
+    ]
 
 
 def _link(plan: ResourcePlan, link: str) -> str:
@@ -72,7 +76,7 @@ def _time(plan: ResourcePlan) -> list[str]:
         ["hours", _range(hours, ".3g")],
         ["GPU hours", _range([plan.settings.gpus * h for h in hours], ".3g")],
     ]
-    return ["Time (first number: no communication is hidden behind computation; second: all of it)", *_table([], rows)]
+    return ["Time (first number: no communication is hidden behind computation; second: all of it)", *_table(rows)]
 
 
 def _range(numbers: list[float], form: str) -> str:
@@ -92,10 +96,5 @@ def _gb(size: float) -> str:
     return f"{size / 1e9:.2f}"
 
 
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    lines = [head, *rows] if head else rows
-    widths = [max(len(line[i]) for line in lines) for i in range(len(rows[0]))]
-    return [
-        "  " + "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths)))
-        for line in lines
-    ]
+def _table(rows: list[list[str]]) -> list[str]:
+    return [f"  {line}" for line in aligned(rows)]
