@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from polarlm.columns import aligned
+from polarlm.data.read.source import require_text
 from polarlm.errors import UserError, did_you_mean
 from polarlm.evaluation.metrics import METRICS, formatted
 from polarlm.visible import visible_text
@@ -47,6 +48,8 @@ def evaluate_run(cfg: DictConfig) -> float:
     options: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     names = protocol_names(options["protocol"])
     checkpoints = find_checkpoints(_several(options["checkpoint"]))
+    if options.get("data") is not None:
+        require_text(options["data"])
 
     from polarlm.runs.files import write_json
 

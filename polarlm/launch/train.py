@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from polarlm.data.read.source import require_text
 from polarlm.errors import UserError
 from polarlm.launch.check import check_train
 from polarlm.launch.processes import start_job, stop_job
@@ -27,6 +28,7 @@ def train_job(cfg: DictConfig) -> float:
     in_sweep = hydra.mode == RunMode.MULTIRUN or SWEPT_VARIABLE in os.environ
     if in_sweep and config["resume"] == "auto" and (finished := find_finished(config)) is not None:
         return already_finished(finished)
+    require_text(config["data"])
     if hydra.mode == RunMode.MULTIRUN:
         if config["trainer"]["devices"] != 1 or config["trainer"]["nodes"] != 1:
             return train_in_own_process(list(hydra.overrides.task))
