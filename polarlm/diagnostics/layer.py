@@ -126,7 +126,7 @@ def pearson(x: Tensor, y: Tensor) -> Tensor:
     return (x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1))
 
 
-def least_squares(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def line_fit(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Slope and R² of the least-squares line y = a + slope·x over the last axis; NaN when x does not vary."""
     x, y = centred(x), centred(y)
     return (x * y).sum(-1) / x.square().sum(-1), pearson(x, y).square()

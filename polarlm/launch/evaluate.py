@@ -98,7 +98,7 @@ def find_checkpoints(places: Sequence[str]) -> list[str]:
 
 def judge(checkpoint: str, names: Sequence[str], options: dict[str, Any]) -> list[dict[str, Any]]:
     """The records of one checkpoint, printed and written to its run folder."""
-    from polarlm.launch.protocols import PROTOCOLS, EvaluationRequest, corpus_for
+    from polarlm.launch.protocols import PROTOCOLS, EvaluationTask, corpus_for
     from polarlm.runs.evaluations import write_evaluation
     from polarlm.runs.restore import restore_run
 
@@ -112,17 +112,17 @@ def judge(checkpoint: str, names: Sequence[str], options: dict[str, Any]) -> lis
             f"data={corpus.name} is a task whose targets are answers, not the next tokens: it is judged whole, by "
             "protocol=windows"
         )
-    request = EvaluationRequest(run, corpus, split, options)
+    task = EvaluationTask(run, corpus, split, options)
     print(visible_text(f"{run.folder}  ({run.weights.name})"))
     records = []
     for name in names:
-        answer = PROTOCOLS[name](request)
+        answer = PROTOCOLS[name](task)
         protocol = {
             "name": name,
             "data": corpus.name if options.get("data") else run.config["choices"]["data"],
             "split": split,
             "tokenizer": run.config["choices"]["tokenizer"],
-            "context": request.context,
+            "context": task.context,
             "corpus": corpus.fingerprint,
             "weights": run.weights.name,
             **answer.asked,

@@ -68,7 +68,9 @@ def plan_jobs(loader: Any, config_name: str, overrides: Sequence[str], *, multir
 
     groups = dict(compose(loader, config_name, []).hydra.runtime.choices)
     # `+sweep=nu` asks for what `sweep=nu` asks for; Hydra itself would refuse the + of a group it knows.
-    overrides = [text[1:] if text.startswith("+") and _name(text[1:]) in groups else text for text in overrides]
+    overrides = [
+        text[1:] if text.startswith("+") and text[1:].partition("=")[0] in groups else text for text in overrides
+    ]
     parsed = [_parse(loader, text) for text in overrides]
     named = [o.input_line for o in parsed if o.key_or_group in groups and not o.is_sweep_override()]
     for override in parsed:
@@ -217,7 +219,3 @@ def _checked(config_name: str, shipped: Any, overrides: Sequence[Any]) -> dict[s
         raise UserError(f"{error.full_key or 'The configuration'}: {str(error.msg).splitlines()[0]}") from error
     original: Any = OmegaConf.to_container(shipped, resolve=False)
     return {**CHECKS[config_name](plain, original), "choices": choices}
-
-
-def _name(text: str) -> str:
-    return text.partition("=")[0]

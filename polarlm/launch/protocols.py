@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ class Answer:
 
 
 @dataclass
-class EvaluationRequest:
+class EvaluationTask:
     """A run, the corpus it is judged on, and the options of `eval.py`."""
 
     run: RestoredRun
@@ -75,128 +75,107 @@ class EvaluationRequest:
         return score_text(self.run.model, self.text, context=self.context, mask_documents=self.masked)
 
 
-def run_windows(request: EvaluationRequest) -> Answer:
+def run_windows(task: EvaluationTask) -> Answer:
     """Windows that do not overlap: the protocol of validation, and to the last bit its numbers on the whole split."""
-    if request.options["tokens"] or request.options["context"]:
-        counted = request.scores.tally(request.text)
+    if task.options["tokens"] or task.options["context"]:
+        counted = task.scores.tally(task.text)
     else:
         # The same micro-batches as in training on one process: the same sums in the same order.
-        trainer, context = request.run.config["trainer"], request.context
+        trainer, context = task.run.config["trainer"], task.context
         plan = plan_batches(int(trainer["batch_tokens"]), context, 1, int(trainer["micro_batch_tokens"]))
         from polarlm.data.order.examples import eval_batches
 
-        store, probe = request.corpus.store(request.split), request.corpus.probe
-        batches = eval_batches(store, probe, context, plan.micro, mask_documents=request.masked)
-        counted = tally_batches(request.run.model, batches, request.text.size)
-    return Answer({"stride": request.context, "tokens": counted.targets}, {"metrics": measure(counted)})
+        store, probe = task.corpus.store(task.split), task.corpus.probe
+        batches = eval_batches(store, probe, context, plan.micro, mask_documents=task.masked)
+        counted = tally_batches(task.run.model, batches, task.text.size)
+    return Answer({"stride": task.context, "tokens": counted.targets}, {"metrics": measure(counted)})
 
 
-def run_sliding(request: EvaluationRequest) -> Answer:
+def run_sliding(task: EvaluationTask) -> Answer:
     """Overlapping windows: every token with at least context − stride tokens before it."""
-    stride = int(request.options["stride"] or max(1, request.context // 2))
-    scores = score_text(
-        request.run.model, request.text, context=request.context, stride=stride, mask_documents=request.masked
-    )
-    counted = scores.tally(request.text)
+    stride = int(task.options["stride"] or max(1, task.context // 2))
+    scores = score_text(task.run.model, task.text, context=task.context, stride=stride, mask_documents=task.masked)
+    counted = scores.tally(task.text)
     return Answer({"stride": stride, "tokens": counted.targets}, {"metrics": measure(counted)})
 
 
-def run_position(request: EvaluationRequest) -> Answer:
+def run_position(task: EvaluationTask) -> Answer:
     """Loss by the number of tokens read before the target."""
-    return Answer(_plain(request), {"by_position": loss_by_position(request.scores, request.context)})
+    return Answer(_plain(task), {"by_position": loss_by_position(task.scores, task.context)})
 
 
-def run_frequency(request: EvaluationRequest) -> Answer:
+def run_frequency(task: EvaluationTask) -> Answer:
     """Loss by how often the target occurs in the text the run was trained on."""
-    trained_on = build_corpus(request.run.config["data"], request.run.config["tokenizer"], request.options["cache_dir"])
+    trained_on = build_corpus(task.run.config["data"], task.run.config["tokenizer"], task.options["cache_dir"])
     train = trained_on.store("train")[:TRAINING_TOKENS].astype(np.int64)
-    counts = token_counts(train, request.run.tokenizer.vocab_size)
+    counts = token_counts(train, task.run.tokenizer.vocab_size)
     return Answer(
-        {**_plain(request), "training_tokens": len(train)}, {"by_frequency": loss_by_frequency(request.scores, counts)}
+        {**_plain(task), "training_tokens": len(train)}, {"by_frequency": loss_by_frequency(task.scores, counts)}
     )
 
 
-def run_length(request: EvaluationRequest) -> Answer:
+def run_length(task: EvaluationTask) -> Answer:
     """The run read at multiples of the context it was trained with."""
-    factors = [int(factor) for factor in request.options["lengths"]]
-    numbers = loss_by_length(request.run.model, request.text, factors, mask_documents=request.masked)
-    asked = {"context": numbers["context"], "stride": numbers["context"], "tokens": len(request.text.tokens) - 1}
+    factors = [int(factor) for factor in task.options["lengths"]]
+    numbers = loss_by_length(task.run.model, task.text, factors, mask_documents=task.masked)
+    asked = {"context": numbers["context"], "stride": numbers["context"], "tokens": len(task.text.tokens) - 1}
     return Answer(asked, {"by_length": numbers})
 
 
-def run_corruption(request: EvaluationRequest) -> Answer:
+def run_corruption(task: EvaluationTask) -> Answer:
     """Part of what is read replaced: random tokens, exchanged tokens, repeated tokens."""
-    kinds, rates = list(request.options["corruptions"]), [float(rate) for rate in request.options["rates"]]
-    seed = int(request.options["seed"])
-    numbers = loss_by_corruption(
-        request.run.model, request.text, kinds, rates, seed=seed, mask_documents=request.masked
-    )
-    return Answer({**_plain(request), "kinds": kinds, "rates": rates, "seed": seed}, {"by_corruption": numbers})
+    kinds, rates = list(task.options["corruptions"]), [float(rate) for rate in task.options["rates"]]
+    seed = int(task.options["seed"])
+    numbers = loss_by_corruption(task.run.model, task.text, kinds, rates, seed=seed, mask_documents=task.masked)
+    return Answer({**_plain(task), "kinds": kinds, "rates": rates, "seed": seed}, {"by_corruption": numbers})
 
 
-def run_shuffled(request: EvaluationRequest) -> Answer:
+def run_shuffled(task: EvaluationTask) -> Answer:
     """Negative control: documents with their tokens in random order."""
-    bigram = ngram_losses(request.corpus, request.split, tokens=len(request.text.tokens))["bigram"]
-    seed = int(request.options["seed"])
-    numbers = shuffling_control(request.run.model, request.text, bigram, seed=seed, mask_documents=request.masked)
-    return Answer({**_plain(request), "seed": seed}, {"control": numbers})
+    bigram = ngram_losses(task.corpus, task.split, tokens=len(task.text.tokens))["bigram"]
+    seed = int(task.options["seed"])
+    numbers = shuffling_control(task.run.model, task.text, bigram, seed=seed, mask_documents=task.masked)
+    return Answer({**_plain(task), "seed": seed}, {"control": numbers})
 
 
-def run_calibration(request: EvaluationRequest) -> Answer:
+def run_calibration(task: EvaluationTask) -> Answer:
     """Reliability of the predicted probabilities."""
-    return Answer(
-        _plain(request), {"calibration": calibration(request.run.model, request.text, mask_documents=request.masked)}
-    )
+    return Answer(_plain(task), {"calibration": calibration(task.run.model, task.text, mask_documents=task.masked)})
 
 
-def run_confidence(request: EvaluationRequest) -> Answer:
+def run_confidence(task: EvaluationTask) -> Answer:
     """Correlation of magnitude and evidence with loss and entropy, per layer."""
     from polarlm.diagnostics.confidence import confidence
 
-    return Answer(
-        _plain(request), {"confidence": confidence(request.run.model, request.text, mask_documents=request.masked)}
-    )
+    return Answer(_plain(task), {"confidence": confidence(task.run.model, task.text, mask_documents=task.masked)})
 
 
-def run_documents(request: EvaluationRequest) -> Answer:
+def run_documents(task: EvaluationTask) -> Answer:
     """The losses of every document, kept for comparisons of two checkpoints."""
-    arrays = losses_of_documents(request.scores, request.text, request.run.tokenizer)
-    numbers = {"documents": len(arrays["nats"]), "metrics": measure(request.scores.tally(request.text))}
-    return Answer(_plain(request), numbers, arrays)
+    arrays = losses_of_documents(task.scores, task.text, task.run.tokenizer)
+    numbers = {"documents": len(arrays["nats"]), "metrics": measure(task.scores.tally(task.text))}
+    return Answer(_plain(task), numbers, arrays)
 
 
-def run_rolling(request: EvaluationRequest) -> Answer:
+def run_rolling(task: EvaluationTask) -> Answer:
     """Every document by itself after an end of text, as lm-evaluation-harness reads WikiText's pages."""
-    counted = roll_documents(request.run.model, request.text, request.run.tokenizer)
-    return Answer(
-        {"stride": request.run.model.config.context, "tokens": counted.targets}, {"metrics": measure(counted)}
-    )
+    counted = roll_documents(task.run.model, task.text, task.run.tokenizer)
+    return Answer({"stride": task.run.model.config.context, "tokens": counted.targets}, {"metrics": measure(counted)})
 
 
-def run_blimp(request: EvaluationRequest) -> Answer:
-    """Minimal pairs of grammar, from a local file."""
-    return _downstream(request, blimp.LOCAL, "blimp", blimp.blimp)
-
-
-def run_lambada(request: EvaluationRequest) -> Answer:
-    """The last words of passages, from a local file."""
-    return _downstream(request, lambada.LOCAL, "lambada", lambada.lambada)
-
-
-def _downstream(request: EvaluationRequest, file: str, name: str, task: Callable[..., dict[str, Any]]) -> Answer:
-    rows = read_rows(task_file(file), request.options["examples"])
+def run_downstream(file: str, name: str, judge: Callable[..., dict[str, Any]], task: EvaluationTask) -> Answer:
+    """A task of its own examples, from a local file: minimal pairs of grammar, the last words of passages."""
+    rows = read_rows(task_file(file), task.options["examples"])
     asked = {"data": name, "split": "test", "stride": None, "tokens": None, "corpus": file, "examples": len(rows)}
-    return Answer(asked, {name: task(request.run.model, request.run.tokenizer, rows)})
+    return Answer(asked, {name: judge(task.run.model, task.run.tokenizer, rows)})
 
 
-def _plain(request: EvaluationRequest) -> dict[str, Any]:
-    return {
-        "stride": request.context,
-        "tokens": len(request.scores.nats) if "scores" in request.__dict__ else len(request.text.tokens) - 1,
-    }
+def _plain(task: EvaluationTask) -> dict[str, Any]:
+    tokens = len(task.scores.nats) if "scores" in task.__dict__ else len(task.text.tokens) - 1
+    return {"stride": task.context, "tokens": tokens}
 
 
-PROTOCOLS: dict[str, Callable[[EvaluationRequest], Answer]] = {
+PROTOCOLS: dict[str, Callable[[EvaluationTask], Answer]] = {
     "windows": run_windows,
     "sliding": run_sliding,
     "position": run_position,
@@ -208,8 +187,8 @@ PROTOCOLS: dict[str, Callable[[EvaluationRequest], Answer]] = {
     "confidence": run_confidence,
     "documents": run_documents,
     "rolling": run_rolling,
-    "blimp": run_blimp,
-    "lambada": run_lambada,
+    "blimp": partial(run_downstream, blimp.LOCAL, "blimp", blimp.blimp),
+    "lambada": partial(run_downstream, lambada.LOCAL, "lambada", lambada.lambada),
 }
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.evaluation.metrics import METRICS, Metric
+from polarlm.evaluation.metrics import METRICS
 from polarlm.report.tables import Table, show_estimate
 from polarlm.runs.evaluations import FOLDER
-from polarlm.verdict.estimates import Estimate, estimate_mean
+from polarlm.verdict.estimates import estimate_mean
 from polarlm.verdict.groups import Group
 
 LOSS = "loss (nats per token)"
@@ -160,7 +160,7 @@ def numbers_table(groups: Sequence[Group]) -> Table | None:
     shown = [m for m in METRICS if any(m.name in metrics for rows in by_group.values() for metrics in rows)]
     rows = []
     for (protocol, index), metrics in sorted(by_group.items()):
-        cells = [show_estimate(_over_seeds(m, metrics)) for m in shown]
+        cells = [show_estimate(estimate_mean([row.get(m.name) for row in metrics], log=m.is_log)) for m in shown]
         rows.append([protocol, groups[index].label, str(len(metrics)), *cells])
     return Table(["protocol", "group", "seeds", *(m.title for m in shown)], rows)
 
@@ -197,10 +197,6 @@ def _number_at(record: dict[str, Any], place: str) -> float | None:
         known = [v for v in value if isinstance(v, (int, float))]
         value = float(np.mean(known)) if known else None
     return float(value) if isinstance(value, (int, float)) else None
-
-
-def _over_seeds(metric: Metric, by_seed: Sequence[dict[str, float]]) -> Estimate:
-    return estimate_mean([row.get(metric.name) for row in by_seed], log=metric.is_log)
 
 
 def curves_of(record: dict[str, Any]) -> list[RecordCurve]:

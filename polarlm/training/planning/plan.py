@@ -15,7 +15,7 @@ from polarlm.model import GPT
 from polarlm.model.build import build_model
 from polarlm.training.batching import BatchPlan, plan_batches, total_steps
 from polarlm.training.planning.devices import DeviceMemory, Shape, Traffic, device_memory, traffic
-from polarlm.training.planning.gpus import GPUS, Gpu, PlanSettings, default_precision, peak_flops
+from polarlm.training.planning.gpus import GPUS, Gpu, PlanSettings, peak_flops
 
 # Published tokenizers whose size is known without reading them.
 HUB_VOCABULARIES = {"openai-community/gpt2": 50_257}
@@ -62,13 +62,14 @@ def make_plan(config: dict[str, Any], settings: PlanSettings) -> ResourcePlan:
     per_node = min(settings.per_node, settings.gpus)
     context = config["model"]["context"]
     batch = plan_batches(trainer["batch_tokens"], context, settings.gpus, trainer["micro_batch_tokens"])
-    precision = default_precision(gpu) if trainer["precision"] == "auto" else trainer["precision"]
+    automatic = "bf16-mixed" if gpu.bf16 else "32-true"
+    precision = automatic if trainer["precision"] == "auto" else trainer["precision"]
     if precision.startswith("bf16") and not gpu.bf16:
         raise UserError(f"trainer.precision={precision}: a {gpu.title} has no bf16; choose 16-mixed or 32-true.")
     strategy = "ddp" if trainer["strategy"] == "auto" else trainer["strategy"]
     vocabulary = settings.vocab or vocabulary_of(config["tokenizer"])
     model = _untouched(config, vocabulary)
-    size = _element_size(precision)
+    size = {"bf16-true": 2, "64-true": 8}.get(precision, 4)  # bytes of a weight
     shape = shape_of(model, size, settings.gpus)
     memory, sent = {}, {}
     for recompute in (False, True):
@@ -130,7 +131,3 @@ def shape_of(model: GPT, element_size: int, devices: int = 1) -> Shape:
 
     inside = [size(block.parameters()) for block in model.blocks]
     return Shape(max(inside), len(inside), size(model.parameters()) - sum(inside))
-
-
-def _element_size(precision: str) -> int:
-    return {"bf16-true": 2, "64-true": 8}.get(precision, 4)

@@ -31,16 +31,13 @@ def _headline(plan: ResourcePlan) -> list[str]:
 def _memory(plan: ResourcePlan) -> list[str]:
     columns = [(kind, again) for kind in ("ddp", "fsdp") for again in (False, True)]
     limit = plan.gpu.memory * 1e9
-    head = [f"{kind}{' + recompute' * again}{' *' * _is_chosen(plan, kind, again)}" for kind, again in columns]
+    chosen = (plan.strategy, plan.config["model"]["checkpointing"])
+    head = [f"{c[0]}{' + recompute' * c[1]}{' *' * (c == chosen)}" for c in columns]
     rows = [[TITLES.get(line, line), *(_gb(getattr(plan.memory[c], line)) for c in columns)] for line in LINES]
     rows.append(["peak", *(_gb(plan.memory[c].peak) for c in columns)])
     rows.append([f"of {plan.gpu.memory:g} GB", *(_verdict(plan.memory[c], limit) for c in columns)])
     title = "Memory per GPU in GB (* as configured; recompute: model.checkpointing=true)"
     return [title, *_table([["", *head], *rows])]
-
-
-def _is_chosen(plan: ResourcePlan, kind: str, again: bool) -> bool:
-    return (kind, again) == (plan.strategy, plan.config["model"]["checkpointing"])
 
 
 def _verdict(memory: DeviceMemory, limit: float) -> str:
