@@ -114,8 +114,8 @@ def extensions(rounds: int, context: int = 64, tokens: int = 768, **shape) -> li
         name: training_step(model.loss, model, tokens // context, context, sizes["vocab_size"])
         for name, model in models.items()
     }
-    found = ratios(turns(steps, rounds, clock=time.process_time), "polar")
-    return [{"block": name, "context": context, **row} for name, row in found.items()]
+    rows = ratios(turns(steps, rounds, clock=time.process_time), "polar")
+    return [{"block": name, "context": context, **row} for name, row in rows.items()]
 
 
 def attention_alone(context: int, tokens: int, rounds: int, heads: int = 6, size: int = 64) -> list[dict]:

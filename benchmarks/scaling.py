@@ -67,8 +67,8 @@ def main() -> None:
             speed, long = run(way, options.steps, settings)
             speeds[way].append(speed)
             costs[way].append((long - short) / (options.steps - SHORT))
-            told = f"{speed:.0f} tokens/s, {costs[way][-1]:.2f} processor seconds per step"
-            print(f"{way}: {told} (load average {os.getloadavg()[0]:.1f})", file=sys.stderr, flush=True)
+            figures = f"{speed:.0f} tokens/s, {costs[way][-1]:.2f} processor seconds per step"
+            print(f"{way}: {figures} (load average {os.getloadavg()[0]:.1f})", file=sys.stderr, flush=True)
     fastest, cheapest = max(speeds["1 process"]), min(costs["1 process"])
     rows = [
         {"way": way, "tokens/s": max(rates), "speed-up": max(rates) / fastest,

@@ -14,5 +14,5 @@ CONFIGS = next(
 
 def own_configs() -> Path | None:
     """A folder `configs` where the command is typed: its choices join ours (configs/block/mine.yaml: block=mine)."""
-    own = Path.cwd() / "configs"
-    return own.resolve() if own.is_dir() and own.resolve() != CONFIGS else None
+    folder = Path.cwd() / "configs"
+    return folder.resolve() if folder.is_dir() and folder.resolve() != CONFIGS else None

@@ -1,6 +1,8 @@
 """Every shipped choice composes, and what it composes to can be built."""
 
+import inspect
 from dataclasses import MISSING, fields
+from importlib import import_module
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -12,6 +14,7 @@ from polarlm.locations import CONFIGS
 from polarlm.model import GPTConfig
 from polarlm.training.batching import plan_batches, total_steps
 from polarlm.training.schedules import build_schedule
+from polarlm.verdict.defaults import shipped_settings
 
 GROUPS = ("model", "data", "tokenizer", "optim", "schedule", "trainer", "logger", "diagnostics", "recipe")
 
@@ -85,3 +88,26 @@ def test_a_default_that_stands_in_a_class_too_is_the_same_there():
     assert differing(GPTConfig, {k: v for k, v in composed()["model"].items() if k not in sizes}) == {}
     assert differing(DataConfig, base) == {}
     assert differing(SplitConfig, split) == {}
+
+
+@pytest.mark.parametrize("group", ["block", "optim", "schedule"])
+def test_the_yaml_that_is_named_after_a_file_has_the_defaults_of_its_class(group):
+    """So that a notebook, which has no yaml, builds what the command line builds."""
+    compared = 0
+    for choice in choices(group):
+        settings = shipped_settings(group, choice)
+        home, _, name = settings["_target_"].rpartition(".")
+        target = getattr(import_module(home), name)
+        if inspect.getmodule(target).__name__.rpartition(".")[2] != choice:
+            continue  # a variant: what differs is its subject
+        defaults = {}
+        for function in [target, *getattr(target, "__mro__", ())[1:-1]]:  # **options are those of the class it extends
+            parameters = inspect.signature(function).parameters.values()
+            defaults = {p.name: p.default for p in parameters if p.default is not p.empty} | defaults
+            if not any(p.kind == p.VAR_KEYWORD for p in parameters):
+                break
+        both = settings.keys() & defaults.keys()
+        plain = {key: list(d) if isinstance(d, tuple) else d for key, d in defaults.items()}
+        assert {key: settings[key] for key in both} == {key: plain[key] for key in both}, f"{group}={choice}"
+        compared += len(both)
+    assert compared

@@ -45,12 +45,12 @@ def replacing(target: Path, beside: Path) -> Iterator[None]:
         raise
 
 
-def write_json(target: Path, value: Any) -> None:
+def write_sorted_json(target: Path, value: Any) -> None:
     """Write a value as readable JSON, atomically and with a stable order of keys."""
     write_beside(target, (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode())
 
 
-def read_json(path: Path) -> Any:
+def json_or_none(path: Path) -> Any:
     """The value in a JSON file; None where the file is missing or damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from polarlm.columns import aligned
 from polarlm.data.corpus import Corpus, build_corpus, find_damage, prepared_corpus
 from polarlm.data.order.permutation import Permutation, key
 from polarlm.data.store.tokens import TokenStore
@@ -27,7 +28,7 @@ def add_parser(verbs: Any) -> None:
         ("prepare", prepare, "tokenise a corpus into the cache (training does it by itself when needed)"),
         ("info", info, "documents, tokens, bytes per token, leakage, document lengths"),
         ("sample", sample, "random documents, decoded"),
-        ("verify", verify, "compare every stored file with its checksum"),
+        ("verify", verify_corpus, "compare every stored file with its checksum"),
     ):
         action = actions.add_parser(name, help=purpose, description=purpose)
         action.add_argument(
@@ -43,15 +44,15 @@ def add_parser(verbs: Any) -> None:
             action.add_argument("--repair", action="store_true", help="rebuild damaged sections from the source")
 
 
-def compose(choices: list[str]) -> tuple[dict[str, Any], dict[str, Any], str]:
+def data_settings(choices: list[str]) -> tuple[dict[str, Any], dict[str, Any], str]:
     """(data, tokenizer, cache folder) of a train configuration with these choices."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.errors import HydraException, MissingConfigException
     from omegaconf import OmegaConf
 
-    own = own_configs()
-    search = [f"hydra.searchpath=[{own.as_uri()}]"] if own else []
+    user_configs = own_configs()
+    search = [f"hydra.searchpath=[{user_configs.as_uri()}]"] if user_configs else []
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             config: Any = OmegaConf.to_container(hydra_compose("train", [*choices, *search]), resolve=False)
@@ -79,15 +80,15 @@ def corpora() -> list[str]:
 
 def prepare(options: argparse.Namespace) -> int:
     """Prepare a corpus and print what is in it."""
-    corpus = build_corpus(*compose(options.choices))
-    print(table(corpus))
+    corpus = build_corpus(*data_settings(options.choices))
+    print(corpus_table(corpus))
     return 0
 
 
 def info(options: argparse.Namespace) -> int:
     """Print everything known about a corpus, with a histogram of document lengths."""
-    corpus = build_corpus(*compose(options.choices))
-    print(table(corpus))
+    corpus = build_corpus(*data_settings(options.choices))
+    print(corpus_table(corpus))
     for split in corpus.splits:
         print(f"\ntokens per document, {split}")
         print(histogram(document_lengths(corpus.store(split))))
@@ -99,7 +100,7 @@ def sample(options: argparse.Namespace) -> int:
     for name in ("count", "tokens"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name} {getattr(options, name)} must be at least 1.")
-    corpus = build_corpus(*compose(options.choices))
+    corpus = build_corpus(*data_settings(options.choices))
     store = corpus.store(options.split)
     starts = store.document_starts(0, len(store))
     count = min(options.count, len(starts))
@@ -113,9 +114,9 @@ def sample(options: argparse.Namespace) -> int:
     return 0
 
 
-def verify(options: argparse.Namespace) -> int:
+def verify_corpus(options: argparse.Namespace) -> int:
     """Compare a prepared corpus with its checksums; exit code 1 if something is damaged."""
-    chosen = compose(options.choices)
+    chosen = data_settings(options.choices)
     corpus = prepared_corpus(*chosen)
     if corpus is None:
         print("not prepared yet; run: python -m polarlm data prepare " + " ".join(options.choices))
@@ -151,15 +152,14 @@ def verify(options: argparse.Namespace) -> int:
     return 1 if left else 0
 
 
-def table(corpus: Corpus) -> str:
+def corpus_table(corpus: Corpus) -> str:
     """Splits, tokenizer and leakage as aligned text."""
     described = corpus.describe()
     rows = [("split", "documents", "tokens", "bytes", "bytes/token", "unknown")]
     for split, numbers in described["splits"].items():
         counts = [f"{numbers[k]:,}" for k in ("documents", "tokens", "bytes")]
         rows.append((split, *counts, f"{numbers['bytes_per_token']:.4f}", f"{numbers['unknown']:,}"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
+    lines = aligned(rows, first_left=False)
     tokenizer = described["tokenizer"]
     lines.append(
         f"tokenizer {tokenizer['kind']}, {tokenizer['vocab_size']:,} ids; fingerprint {corpus.fingerprint[:12]}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from polarlm.data.probes import PROBES, Permutations, Probe, Recall
+from polarlm.data.probes import PROBES, Permutations, ProbeTask, Recall
 from polarlm.errors import UserError
 from polarlm.settings import read_settings, setting
 
@@ -68,14 +68,14 @@ class DataConfig:
     workers: int | None = setting(None, at_least=1, at_most=1024)
 
     @property
-    def probe(self) -> Probe | None:
+    def probe(self) -> ProbeTask | None:
         """The task whose examples are the text, where it is one (see data/probes.py)."""
         if self.source not in PROBES or self.path is not None:
             return None
         return getattr(self, self.source) or PROBES[self.source]()
 
 
-def read_config(given: Mapping[str, Any]) -> DataConfig:
+def read_data_config(given: Mapping[str, Any]) -> DataConfig:
     """Check the plain mapping of a data yaml and turn it into a DataConfig."""
     config = read_settings(DataConfig, given, "data")
     if not _NAME.fullmatch(config.name):

@@ -14,9 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from polarlm.data.atomic import explained, locked, read_json, write_json
-from polarlm.data.config import SPLITS, DataConfig, read_config
-from polarlm.data.probes import Probe, restore_probe
+from polarlm.data.atomic import explained, json_or_none, locked, write_sorted_json
+from polarlm.data.config import SPLITS, DataConfig, read_data_config
+from polarlm.data.probes import ProbeTask, restore_probe
 from polarlm.data.read.source import Source, open_source
 from polarlm.data.read.splits import SplitPlan
 from polarlm.data.store.build import MANIFEST, build_store, corpus_fingerprint, partial_folder, read_manifest
@@ -45,7 +45,7 @@ class Corpus:
         return load_tokenizer(self.folder / "tokenizer")
 
     @cached_property
-    def probe(self) -> Probe | None:
+    def probe(self) -> ProbeTask | None:
         """The task whose examples these are, where it is one: its answers are the targets, not the next tokens."""
         return restore_probe(self.manifest["probe"]) if "probe" in self.manifest else None
 
@@ -111,7 +111,7 @@ def build_corpus(
     section_bytes: int = SECTION_BYTES,
 ) -> Corpus:  # fmt: skip
     """Open the prepared corpus for these settings, preparing it first if that was not done or was interrupted."""
-    config, tokens = read_config(data), read_tokenizer_config(tokenizer)
+    config, tokens = read_data_config(data), read_tokenizer_config(tokenizer)
     if config.probe is not None and tokens.kind != "word":
         raise UserError(f"data={config.name} consists of symbols: it needs tokenizer=word, not kind {tokens.kind}.")
     cache = Path(cache_dir)
@@ -141,7 +141,7 @@ def prepared_corpus(
     section_bytes: int = SECTION_BYTES,
 ) -> Corpus | None:  # fmt: skip
     """The prepared corpus as it lies there, neither checked nor repaired; None if it has not been prepared."""
-    config, tokens = read_config(data), read_tokenizer_config(tokenizer)
+    config, tokens = read_data_config(data), read_tokenizer_config(tokenizer)
     if config.source == "mixture":
         return build_corpus(data, tokenizer, cache_dir, section_bytes=section_bytes)
     *_, folder = _place(config, tokens, Path(cache_dir), section_bytes)
@@ -195,10 +195,10 @@ def find_damage(corpus: Corpus, thorough: bool = False) -> dict[str, str]:
         stats[name] = [path.stat().st_size, path.stat().st_mtime_ns] if path.exists() else None
     seal = corpus.folder / "verified.json"
     small = sum(stat[0] for stat in stats.values() if stat) <= _ALWAYS_VERIFY
-    if not thorough and not small and read_json(seal) == stats:
+    if not thorough and not small and json_or_none(seal) == stats:
         return {}
     damage = {shard["file"]: what for shard in shards if (what := shard_damage(corpus.folder, shard))}
     if not damage and not small:
         with contextlib.suppress(UserError):  # a read-only cache is checked at every opening
-            write_json(seal, stats)
+            write_sorted_json(seal, stats)
     return damage

@@ -27,7 +27,7 @@ _SHARES = {"test": (0, 1), "val": (1, 2), "train": (2, 10)}  # of ten classes of
 
 
 @dataclass(frozen=True)
-class Probe(ABC):
+class ProbeTask(ABC):
     """A task: its symbols, its examples, and the answer at every position that asks for one."""
 
     length: int = setting(64, at_least=4, at_most=1 << 16)
@@ -73,7 +73,7 @@ class Probe(ABC):
 
 
 @dataclass(frozen=True)
-class Recall(Probe):
+class Recall(ProbeTask):
     """Multi-query associative recall (Arora et al. 2023, "Zoology"): pairs k v, then keys again; what was their value?
 
     `pairs` keys with their values open the example; later every key comes once more, at distances that follow the
@@ -122,7 +122,7 @@ class Recall(Probe):
 
 
 @dataclass(frozen=True)
-class Permutations(Probe):
+class Permutations(ProbeTask):
     """State tracking: every symbol is a permutation of n things, the answer is the product of all so far.
 
     The word problem of Sₙ (Merrill & Sabharwal 2024, "The Illusion of State in State-Space Models"): S3 is solvable,
@@ -160,15 +160,15 @@ class Permutations(Probe):
         return states + len(_SPECIAL), np.ones(tokens.shape, bool)
 
 
-PROBES: dict[str, type[Probe]] = {"mqar": Recall, "permutations": Permutations}
+PROBES: dict[str, type[ProbeTask]] = {"mqar": Recall, "permutations": Permutations}
 
 
-def describe_probe(task: str, probe: Probe) -> dict[str, Any]:
+def describe_probe(task: str, probe: ProbeTask) -> dict[str, Any]:
     """What a store remembers of its task."""
     return {"task": task, "options": asdict(probe)}
 
 
-def restore_probe(described: dict[str, Any]) -> Probe:
+def restore_probe(described: dict[str, Any]) -> ProbeTask:
     """The task that a store remembers."""
     return read_settings(PROBES[described["task"]], described["options"], f"data.{described['task']}")
 

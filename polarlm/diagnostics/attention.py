@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from polarlm.diagnostics.layer import TINY, Layer, correlation, cosine
+from polarlm.diagnostics.layer import TINY, Layer, cosine, pearson
 
 CONSENSUS_BOUND = 0.5  # above this the first-order theory (local consensus) does not describe a token
 SAME = 1e-5  # magnitudes this close are equal but for rounding: a repeated token has the same one in the first layer
@@ -45,7 +45,7 @@ def attention_values(layer: Layer) -> dict[str, Tensor]:
     received = a.sum(-2) / seen.sum(-2).unsqueeze(1)
     log_m = layer.magnitude.clamp_min(TINY).log().unsqueeze(1).expand_as(received)
     flat = [x.transpose(0, 1).flatten(1) for x in (log_m, received)]  # (H, B·T)
-    values["magnitude_correlation"] = correlation(*flat)
+    values["magnitude_correlation"] = pearson(*flat)
     return values
 
 

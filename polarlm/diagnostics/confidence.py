@@ -55,12 +55,12 @@ def confidence(model: GPT, text: Text, *, mask_documents: bool = False) -> dict[
         layers = [np.concatenate([batch[layer][index] for batch in signals]) for layer in range(len(signals[0]))]
         for outcome, values in outcomes.items():
             result[f"{name}_{outcome}"] = {
-                "pearson": [correlation(stats.pearsonr, layer, values) for layer in layers],
-                "spearman": [correlation(stats.spearmanr, layer, values) for layer in layers],
+                "pearson": [correlation_or_none(stats.pearsonr, layer, values) for layer in layers],
+                "spearman": [correlation_or_none(stats.spearmanr, layer, values) for layer in layers],
             }
     return result
 
 
-def correlation(kind: Any, x: np.ndarray, y: np.ndarray) -> float | None:
+def correlation_or_none(kind: Any, x: np.ndarray, y: np.ndarray) -> float | None:
     """A correlation by scipy's function; None when one side does not vary."""
     return None if np.ptp(x) == 0 or np.ptp(y) == 0 else float(kind(x, y).statistic)

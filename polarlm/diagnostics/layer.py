@@ -120,16 +120,16 @@ def angle(a: Tensor, b: Tensor) -> Tensor:
     return 2 * torch.atan2((a - b).norm(dim=-1), (a + b).norm(dim=-1))
 
 
-def correlation(x: Tensor, y: Tensor) -> Tensor:
+def pearson(x: Tensor, y: Tensor) -> Tensor:
     """Pearson correlation over the last axis; NaN when one of them does not vary."""
     x, y = centred(x), centred(y)
     return (x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1))
 
 
-def fit(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def line_fit(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Slope and R² of the least-squares line y = a + slope·x over the last axis; NaN when x does not vary."""
     x, y = centred(x), centred(y)
-    return (x * y).sum(-1) / x.square().sum(-1), correlation(x, y).square()
+    return (x * y).sum(-1) / x.square().sum(-1), pearson(x, y).square()
 
 
 def centred(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from polarlm.diagnostics.layer import Layer, fit, wide
+from polarlm.diagnostics.layer import Layer, line_fit, wide
 
 
 def precision_values(layer: Layer) -> dict[str, Tensor]:
@@ -16,7 +16,7 @@ def precision_values(layer: Layer) -> dict[str, Tensor]:
     # log P_attn grows with the number of tokens in view; its slope is the γ of i^−γ (App. G.3).
     count = layer.visible.sum(-1).expand(evidence.shape[0], -1).log().to(evidence.dtype)  # (B, T)
     log_count = count.unsqueeze(1).expand_as(evidence)
-    slope, _ = fit(*(x.transpose(0, 1).flatten(1) for x in (log_count, evidence)))
+    slope, _ = line_fit(*(x.transpose(0, 1).flatten(1) for x in (log_count, evidence)))
     values = {
         "log_evidence": evidence.mean((0, 2)),
         "log_evidence_std": evidence.transpose(0, 1).flatten(1).std(-1),

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from polarlm.attention.mixer import Record
 from polarlm.diagnostics.attention import attention_values, by_lag, probe_lags
-from polarlm.diagnostics.layer import Layer, correlation, read_layer, root_mean_square
+from polarlm.diagnostics.layer import Layer, pearson, read_layer, root_mean_square
 from polarlm.diagnostics.precision import log_precisions, precision_values
 from polarlm.diagnostics.radial import radial_values, stream_values
 from polarlm.model import GPT
@@ -128,7 +128,7 @@ class _Reader(LayerReader):
             # The paper reads magnitude as confidence: then a large m goes with a small loss.
             counted = ~torch.isnan(loss)
             log_m = samples["radial/magnitude"].clamp_min(1e-12).log()
-            values["radial/magnitude_loss_correlation"] = correlation(log_m[counted], loss[counted])
+            values["radial/magnitude_loss_correlation"] = pearson(log_m[counted], loss[counted])
         streams = [*self.streams, stream_values(self.last)]
         values = {f"radial/{name}": numbers for name, numbers in _stack(streams).items()} | _stack(self.values)
         profiles = {name: {"x": self.lags, "y": y, "xlabel": "lag"} for name, y in _stack(self.profiles).items()}

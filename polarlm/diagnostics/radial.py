@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from polarlm.attention.mixer import merge_heads
-from polarlm.diagnostics.layer import MIN_STEP, TINY, Layer, angle, fit, root_mean_square, tangency, wide
+from polarlm.diagnostics.layer import MIN_STEP, TINY, Layer, angle, line_fit, root_mean_square, tangency, wide
 
 
 def radial_values(layer: Layer) -> dict[str, Tensor]:
@@ -46,11 +46,11 @@ def radial_values(layer: Layer) -> dict[str, Tensor]:
         "resultant_length": _resultant_length(layer).mean((0, 2)),
         "spectral_mass": (layer.values.square().sum(-1) / layer.values.square().sum((1, 3)).unsqueeze(1)).mean((0, 2)),
     }
-    values["growth_slope"], values["growth_r2"] = fit(predicted.flatten(), stream.flatten())
-    values["growth_latent_slope"], values["growth_latent_r2"] = fit(predicted.flatten(), latent.flatten())
+    values["growth_slope"], values["growth_r2"] = line_fit(predicted.flatten(), stream.flatten())
+    values["growth_latent_slope"], values["growth_latent_r2"] = line_fit(predicted.flatten(), latent.flatten())
     # The paper's resistance: a state of large magnitude turns less, angle ∝ 1/m, slope −1 on log-log axes.
     turned = step > MIN_STEP
-    values["resistance_slope"], values["resistance_r2"] = fit(m[turned].clamp_min(TINY).log(), step[turned].log())
+    values["resistance_slope"], values["resistance_r2"] = line_fit(m[turned].clamp_min(TINY).log(), step[turned].log())
     if "delta_m" in layer.record:
         values["delta_m"] = delta_m.mean()
         values["delta_m_relative"] = (delta_m / m.clamp_min(TINY)).mean()

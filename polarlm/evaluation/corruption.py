@@ -66,9 +66,9 @@ def loss_by_corruption(
                 text, context, context, mask_documents=mask_documents, corrupt=corruption(kind, rate, text, seed)
             )
             scores = score_batches(model, (_note_clean(batch, text, kept) for batch in batches))
-            own = np.concatenate(kept)
+            untouched = np.concatenate(kept)
             losses.append(float(scores.nats.mean()))
-            clean.append(float(scores.nats[own].mean()) if own.any() else None)
+            clean.append(float(scores.nats[untouched].mean()) if untouched.any() else None)
         columns[kind] = {"loss": losses, "loss_after_clean_token": clean}
     return columns
 

@@ -114,22 +114,22 @@ def stream_text(
     if not start:
         start = [tokenizer.eos_id] if tokenizer.eos_id is not None else list(tokenizer.encode("\n"))
     written: list[int] = []
-    told = 0
+    shown = 0
     for token in sample_tokens(model, start, count, sampling, stop=tokenizer.eos_id):
         written.append(token)
         text = tokenizer.decode(written)
         end = min((place for word in stop if (place := text.find(word)) >= 0), default=None)
         if end is not None:
-            yield text[told:end]
+            yield text[shown:end]
             return
         certain = len(text) - max((_overlap(text, word) for word in stop), default=0)
         if text.endswith("\ufffd"):  # bytes of a character that is not complete yet
             certain = min(certain, len(text.rstrip("\ufffd")))
-        if certain > told:
-            yield text[told:certain]
-            told = certain
+        if certain > shown:
+            yield text[shown:certain]
+            shown = certain
     if written:
-        yield tokenizer.decode(written)[told:]
+        yield tokenizer.decode(written)[shown:]
 
 
 def _overlap(text: str, word: str) -> int:

@@ -25,13 +25,13 @@ def shuffling_control(
     model: GPT, text: Text, bigram_loss: float, *, seed: int = 0, mask_documents: bool = False
 ) -> dict[str, Any]:
     """Loss on the text and on its shuffled documents beside the bigram's on the text; passed if the gain is gone."""
-    own = float(score_text(model, text, mask_documents=mask_documents).nats.mean())
+    ordered = float(score_text(model, text, mask_documents=mask_documents).nats.mean())
     mixed = float(score_text(model, shuffled_documents(text, seed), mask_documents=mask_documents).nats.mean())
     return {
-        "loss": own,
+        "loss": ordered,
         "loss_shuffled": mixed,
         "loss_bigram": bigram_loss,
-        "gain_over_bigram": bigram_loss - own,
+        "gain_over_bigram": bigram_loss - ordered,
         "gain_over_bigram_shuffled": bigram_loss - mixed,
         "passed": mixed >= bigram_loss,
     }

@@ -6,7 +6,7 @@ import warnings
 from dataclasses import fields
 from typing import Any
 
-from polarlm.data.config import DataConfig, read_config
+from polarlm.data.config import DataConfig, read_data_config
 from polarlm.errors import UserError, did_you_mean
 from polarlm.launch.schema import OPEN_GROUPS, EvalSettings, TrainSettings, group_schemas
 from polarlm.locations import CONFIGS, own_configs
@@ -21,11 +21,11 @@ def check_train(config: dict[str, Any], shipped: dict[str, Any] | None = None) -
     is refused. Keys at the top that we do not know are kept with a warning: a user's own notes.
     """
     schemas = group_schemas()
-    own = {f.name for f in fields(TrainSettings)}
+    top_level = {f.name for f in fields(TrainSettings)}
     missing = [group for group in (*schemas, *OPEN_GROUPS, "model") if group not in config]
     if missing:
         raise UserError(f"{missing[0]} must be given: choose one with {missing[0]}=….")
-    checked = plain_settings(TrainSettings, {key: value for key, value in config.items() if key in own}, "")
+    checked = plain_settings(TrainSettings, {key: value for key, value in config.items() if key in top_level}, "")
     checked["model"] = check_model(config["model"])
     for group, schema in schemas.items():
         checked[group] = plain_settings(schema, config[group], group)
@@ -50,8 +50,9 @@ def check_model(model: Any) -> dict[str, Any]:
 
 def check_eval(config: dict[str, Any], shipped: dict[str, Any] | None = None) -> dict[str, Any]:
     """The same for eval.yaml, which may name another corpus."""
-    own = plain_settings(EvalSettings, {key: value for key, value in config.items() if key != "data"}, "")
-    return own if config.get("data") is None else {**own, "data": plain_settings(DataConfig, config["data"], "data")}
+    checked = plain_settings(EvalSettings, {key: value for key, value in config.items() if key != "data"}, "")
+    data = config.get("data")
+    return checked if data is None else {**checked, "data": plain_settings(DataConfig, data, "data")}
 
 
 def check_open(group: str, given: Any, shipped: dict[str, Any]) -> dict[str, Any]:
@@ -115,5 +116,5 @@ def check_relations(config: dict[str, Any]) -> None:
     plan = plan_batches(trainer["batch_tokens"], config["model"]["context"], processes, trainer["micro_batch_tokens"])
     steps = total_steps(trainer["max_steps"], trainer["max_tokens"], plan.tokens)
     build_schedule(config["schedule"], steps * plan.tokens)
-    read_config(config["data"])
+    read_data_config(config["data"])
     read_tokenizer_config(config["tokenizer"])

@@ -37,7 +37,7 @@ def doctor(options: argparse.Namespace) -> int:
 def checks(*, offline: bool) -> Iterator[Check]:
     """Every check, one after the other; a check that raises is a failed one, never a traceback."""
     parts: list[tuple[str, Callable[[], Iterator[Check]]]] = [
-        ("python", versions), ("device", device), ("matrix products", precisions), ("C++ kernels", native),
+        ("python", installed_versions), ("device", device), ("matrix products", precisions), ("C++ kernels", native),
         ("torch.compile", compiler), ("attention", backends), ("disk", disk),
     ]  # fmt: skip
     if not offline:
@@ -49,7 +49,7 @@ def checks(*, offline: bool) -> Iterator[Check]:
             yield "FAILED", name, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
-def versions() -> Iterator[Check]:
+def installed_versions() -> Iterator[Check]:
     """Python, torch and Lightning."""
     import lightning
     import torch

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from polarlm.errors import UserError, did_you_mean
 from polarlm.launch.processes import watch_parent
-from polarlm.launch.sweep import failed_jobs, print_plan, print_sweep_summary
+from polarlm.launch.sweep import failed_jobs, print_sweep_plan, print_sweep_summary
 from polarlm.visible import visible_text
 
 Task = Callable[[DictConfig], float]
@@ -58,7 +58,7 @@ def run(task: Task, config_name: str, arguments: Sequence[str] | None = None) ->
         others = [a for a in arguments if a not in (*overrides, "--debug")]
         if not flags & {"help", "hydra_help", "shell_completion"}:
             multirun, show_only = "multirun" in flags, bool(flags & SHOWING)
-            overrides = check(config_name, overrides, multirun=multirun, show_only=show_only)
+            overrides = check_command_line(config_name, overrides, multirun=multirun, show_only=show_only)
         sys.argv = [typed[0], *others, *overrides]
         with ended_by_its_reader() if flags & SHOWING else contextlib.nullcontext():
             start(_job(task, typed), config_name)
@@ -86,13 +86,13 @@ def ended_by_its_reader() -> Iterator[None]:
             signal.signal(signal.SIGPIPE, before)
 
 
-def check(config_name: str, overrides: list[str], *, multirun: bool, show_only: bool = False) -> list[str]:
+def check_command_line(config_name: str, overrides: list[str], *, multirun: bool, show_only: bool = False) -> list[str]:
     """Refuse a wrong choice or key before anything is imported or written; returns the overrides for Hydra."""
     from polarlm.launch.overrides import config_loader, plan_jobs
 
     plan = plan_jobs(config_loader(), config_name, overrides, multirun=multirun)
     if plan.multirun and not show_only:
-        print_plan(plan, config_name)
+        print_sweep_plan(plan, config_name)
     return plan.overrides
 
 
@@ -131,7 +131,7 @@ def _job(task: Task, typed: list[str]) -> Task:
     """A Hydra task whose errors are told once: here for a single run, at the end of the sweep for a multirun."""
 
     @functools.wraps(task)
-    def told(cfg: DictConfig) -> float:
+    def explained(cfg: DictConfig) -> float:
         from hydra.core.hydra_config import HydraConfig
         from hydra.types import RunMode
 
@@ -145,7 +145,7 @@ def _job(task: Task, typed: list[str]) -> Task:
             fail(error)
             raise
 
-    return told
+    return explained
 
 
 def fail(error: BaseException) -> None:

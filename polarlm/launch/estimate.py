@@ -28,14 +28,14 @@ def seconds_of_jobs(configs: Sequence[dict[str, Any]], threads: int | None = Non
     measured = kinds
     if len(kinds) > MOST_KINDS:
         measured = {kind_of(c): c for c in {c["choices"]["block"]: c for c in kinds.values()}.values()}
-    times = measure(measured, threads)
+    times = measure_kinds(measured, threads)
     speeds = {measured[kind]["choices"]["block"]: t / flops_of_step(measured[kind]) for kind, t in times.items()}
     for kind in kinds.keys() - times.keys():
         times[kind] = flops_of_step(kinds[kind]) * speeds[kinds[kind]["choices"]["block"]]
     return [count * times[kind_of(config)] for count, config in zip(steps, configs)]
 
 
-def measure(kinds: dict[str, dict[str, Any]], threads: int | None) -> dict[str, float]:
+def measure_kinds(kinds: dict[str, dict[str, Any]], threads: int | None) -> dict[str, float]:
     """Seconds of a step of every kind, with as many threads as a job will have."""
     import torch
 

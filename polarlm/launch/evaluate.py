@@ -12,6 +12,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from polarlm.columns import aligned
+from polarlm.data.read.source import require_text
 from polarlm.errors import UserError, did_you_mean
 from polarlm.evaluation.metrics import METRICS, formatted
 from polarlm.visible import visible_text
@@ -46,11 +48,13 @@ def evaluate_run(cfg: DictConfig) -> float:
     options: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     names = protocol_names(options["protocol"])
     checkpoints = find_checkpoints(_several(options["checkpoint"]))
+    if options.get("data") is not None:
+        require_text(options["data"])
 
     from polarlm.runs.files import write_json
 
     records = [record for checkpoint in checkpoints for record in judge(checkpoint, names, options)]
-    summary: Any = flat(records[0]) if len(records) == 1 and "metrics" in records[0] else records
+    summary: Any = flat_metrics(records[0]) if len(records) == 1 and "metrics" in records[0] else records
     if options["out"]:
         write_json(Path(options["out"]), summary)
         print(f"  written to {options['out']}")
@@ -94,7 +98,7 @@ def find_checkpoints(places: Sequence[str]) -> list[str]:
 
 def judge(checkpoint: str, names: Sequence[str], options: dict[str, Any]) -> list[dict[str, Any]]:
     """The records of one checkpoint, printed and written to its run folder."""
-    from polarlm.launch.protocols import PROTOCOLS, Question, corpus_for
+    from polarlm.launch.protocols import PROTOCOLS, EvaluationTask, corpus_for
     from polarlm.runs.evaluations import write_evaluation
     from polarlm.runs.restore import restore_run
 
@@ -108,17 +112,17 @@ def judge(checkpoint: str, names: Sequence[str], options: dict[str, Any]) -> lis
             f"data={corpus.name} is a task whose targets are answers, not the next tokens: it is judged whole, by "
             "protocol=windows"
         )
-    question = Question(run, corpus, split, options)
+    task = EvaluationTask(run, corpus, split, options)
     print(visible_text(f"{run.folder}  ({run.weights.name})"))
     records = []
     for name in names:
-        answer = PROTOCOLS[name](question)
+        answer = PROTOCOLS[name](task)
         protocol = {
             "name": name,
             "data": corpus.name if options.get("data") else run.config["choices"]["data"],
             "split": split,
             "tokenizer": run.config["choices"]["tokenizer"],
-            "context": question.context,
+            "context": task.context,
             "corpus": corpus.fingerprint,
             "weights": run.weights.name,
             **answer.asked,
@@ -130,7 +134,7 @@ def judge(checkpoint: str, names: Sequence[str], options: dict[str, Any]) -> lis
     return records
 
 
-def flat(record: dict[str, Any]) -> dict[str, Any]:
+def flat_metrics(record: dict[str, Any]) -> dict[str, Any]:
     """{split/metric: value, …, protocol}: the form in which one protocol of one run is told to other programs."""
     split = record["protocol"]["split"]
     return {
@@ -168,8 +172,7 @@ def table_of(value: Any, name: str) -> list[str]:
     simple = {key: column for key, column in columns.items() if all(not isinstance(x, (list, dict)) for x in column)}
     if simple:
         rows = [list(simple), *([_short(cell) for cell in row] for row in zip(*simple.values()))]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(simple))]
-        lines += ["  ".join(f"{cell:>{w}}" for cell, w in zip(row, widths)) for row in rows]
+        lines += aligned(rows, first_left=False)
     for key, column in columns.items():
         if key == "metrics":
             lines += [f"{metric_line(entry)}" for entry in column]

@@ -37,7 +37,7 @@ def inspect(options: argparse.Namespace) -> int:
             "(inspect --plan gpus=8 gpu=h100 experiment=gpt2_124m)"
         )
     if options.plan is None:
-        return runs.inspect(options)
+        return runs.print_description(options)
     print(plan_text(options.plan))
     return 0
 
@@ -48,12 +48,12 @@ def plan_text(arguments: list[str]) -> str:
     from polarlm.settings import read_settings
     from polarlm.training.planning.gpus import GPUS, PlanSettings
 
-    own = {f.name for f in fields(PlanSettings)}
+    plan_keys = {f.name for f in fields(PlanSettings)}
     given: dict[str, Any] = {}
     overrides = []
     for text in arguments:
         key, equals, value = text.partition("=")
-        if key in own and equals:
+        if key in plan_keys and equals:
             given[key] = _number(value)
         else:
             overrides.append(text)

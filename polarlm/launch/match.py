@@ -111,8 +111,8 @@ def _solve_steps(config: dict[str, Any], reference: dict[str, Any]) -> Match:
 def _measure(config: dict[str, Any], reference: dict[str, Any]) -> dict[str, float]:
     from polarlm.training.step_time import seconds_per_step
 
-    own, other = seconds_per_step([config, reference], _vocabulary(config))
-    return {"own": own, "reference": other}
+    ours, other = seconds_per_step([config, reference], _vocabulary(config))
+    return {"own": ours, "reference": other}
 
 
 def _note(config: dict[str, Any]) -> Path:

@@ -29,7 +29,7 @@ class PlannedJob:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlannedJobs:
     """What a command line asks for."""
 
     multirun: bool
@@ -44,7 +44,7 @@ def config_loader() -> Any:
 
 
 @cache
-def _loader(own: Path | None) -> Any:
+def _loader(user_configs: Path | None) -> Any:
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
@@ -58,7 +58,7 @@ def _loader(own: Path | None) -> Any:
         world.hydra = running
 
 
-def plan_jobs(loader: Any, config_name: str, overrides: Sequence[str], *, multirun: bool) -> Plan:
+def plan_jobs(loader: Any, config_name: str, overrides: Sequence[str], *, multirun: bool) -> PlannedJobs:
     """Check every override and expand the sweep; a wrong one is a UserError that names the nearest right one.
 
     A wrong value in one job of a sweep is kept with that job, unless every job is wrong.
@@ -68,7 +68,9 @@ def plan_jobs(loader: Any, config_name: str, overrides: Sequence[str], *, multir
 
     groups = dict(compose(loader, config_name, []).hydra.runtime.choices)
     # `+sweep=nu` asks for what `sweep=nu` asks for; Hydra itself would refuse the + of a group it knows.
-    overrides = [text[1:] if text.startswith("+") and _name(text[1:]) in groups else text for text in overrides]
+    overrides = [
+        text[1:] if text.startswith("+") and text[1:].partition("=")[0] in groups else text for text in overrides
+    ]
     parsed = [_parse(loader, text) for text in overrides]
     named = [o.input_line for o in parsed if o.key_or_group in groups and not o.is_sweep_override()]
     for override in parsed:
@@ -80,13 +82,13 @@ def plan_jobs(loader: Any, config_name: str, overrides: Sequence[str], *, multir
     multirun = multirun or hydra.mode == RunMode.MULTIRUN
     _check_several([*params, *parsed], parsed, multirun)
     everything = [o for o in (*params, *parsed) if not o.is_hydra_override()]
-    own = [o.input_line for o in parsed if o.is_hydra_override()]
+    for_hydra = [o.input_line for o in parsed if o.is_hydra_override()]
     jobs = BasicSweeper.split_arguments(everything, None)[0] if multirun else [[o.input_line for o in everything]]
     varied = list(dict.fromkeys(o.key_or_group for o in everything if o.is_sweep_override()))
-    planned = list(_check_jobs(loader, config_name, groups, own, jobs))
+    planned = list(_check_jobs(loader, config_name, groups, for_hydra, jobs))
     if all(job.error for job in planned):
         raise planned[0].error  # type: ignore[misc]
-    return Plan(multirun, overrides, planned, varied)
+    return PlannedJobs(multirun, overrides, planned, varied)
 
 
 def compose(loader: Any, config_name: str, overrides: Sequence[str]) -> Any:
@@ -155,14 +157,14 @@ def _check_several(overrides: Sequence[Any], typed: Sequence[Any], multirun: boo
 
 
 def _check_jobs(
-    loader: Any, config_name: str, groups: dict[str, Any], own: list[str], jobs: list[list[str]]
+    loader: Any, config_name: str, groups: dict[str, Any], for_hydra: list[str], jobs: list[list[str]]
 ) -> Iterator[PlannedJob]:
     """Every key exists in what the job's own choices compose, and every value is of its type and range."""
     from omegaconf import OmegaConf
 
     composed: dict[tuple[str, ...], tuple[Any, list[str]]] = {}
     for job in jobs:
-        overrides = [_parse(loader, text) for text in (*own, *job)]
+        overrides = [_parse(loader, text) for text in (*for_hydra, *job)]
         choices = tuple(o.input_line for o in overrides if o.key_or_group in groups)
         if choices not in composed:
             shipped = compose(loader, config_name, choices)
@@ -217,7 +219,3 @@ def _checked(config_name: str, shipped: Any, overrides: Sequence[Any]) -> dict[s
         raise UserError(f"{error.full_key or 'The configuration'}: {str(error.msg).splitlines()[0]}") from error
     original: Any = OmegaConf.to_container(shipped, resolve=False)
     return {**CHECKS[config_name](plain, original), "choices": choices}
-
-
-def _name(text: str) -> str:
-    return text.partition("=")[0]

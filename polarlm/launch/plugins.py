@@ -13,8 +13,8 @@ class UserConfigs(SearchPathPlugin):
     """A folder `configs` where the command is typed adds choices to ours: configs/block/mine.yaml makes block=mine."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        if (own := own_configs()) is not None:
-            search_path.append(provider="polarlm-user", path=own.as_uri())
+        if (folder := own_configs()) is not None:
+            search_path.append(provider="polarlm-user", path=folder.as_uri())
 
 
 def register_plugins() -> None:

@@ -127,5 +127,5 @@ def how_it_ended(job: PoolJob, code: int) -> JobReturn:
 def last_error(log: Path) -> str | None:
     """What a job's log says about its failure."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return told[-1] if told else None
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return errors[-1] if errors else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,7 @@ from polarlm.evaluation.by_position import loss_by_position
 from polarlm.evaluation.calibration import calibration
 from polarlm.evaluation.corruption import loss_by_corruption
 from polarlm.evaluation.documents import losses_of_documents
-from polarlm.evaluation.downstream import blimp as blimp_task
-from polarlm.evaluation.downstream import lambada as lambada_task
+from polarlm.evaluation.downstream import blimp, lambada
 from polarlm.evaluation.downstream.files import read_rows, task_file
 from polarlm.evaluation.downstream.rolling import roll_documents
 from polarlm.evaluation.length import loss_by_length
@@ -47,7 +46,7 @@ class Answer:
 
 
 @dataclass
-class Question:
+class EvaluationTask:
     """A run, the corpus it is judged on, and the options of `eval.py`."""
 
     run: RestoredRun
@@ -76,126 +75,120 @@ class Question:
         return score_text(self.run.model, self.text, context=self.context, mask_documents=self.masked)
 
 
-def windows(q: Question) -> Answer:
+def run_windows(task: EvaluationTask) -> Answer:
     """Windows that do not overlap: the protocol of validation, and to the last bit its numbers on the whole split."""
-    if q.options["tokens"] or q.options["context"]:
-        counted = q.scores.tally(q.text)
+    if task.options["tokens"] or task.options["context"]:
+        counted = task.scores.tally(task.text)
     else:
         # The same micro-batches as in training on one process: the same sums in the same order.
-        trainer, context = q.run.config["trainer"], q.context
+        trainer, context = task.run.config["trainer"], task.context
         plan = plan_batches(int(trainer["batch_tokens"]), context, 1, int(trainer["micro_batch_tokens"]))
         from polarlm.data.order.examples import eval_batches
 
-        store, probe = q.corpus.store(q.split), q.corpus.probe
-        batches = eval_batches(store, probe, context, plan.micro, mask_documents=q.masked)
-        counted = tally_batches(q.run.model, batches, q.text.size)
-    return Answer({"stride": q.context, "tokens": counted.targets}, {"metrics": measure(counted)})
+        store, probe = task.corpus.store(task.split), task.corpus.probe
+        batches = eval_batches(store, probe, context, plan.micro, mask_documents=task.masked)
+        counted = tally_batches(task.run.model, batches, task.text.size)
+    return Answer({"stride": task.context, "tokens": counted.targets}, {"metrics": measure(counted)})
 
 
-def sliding(q: Question) -> Answer:
+def run_sliding(task: EvaluationTask) -> Answer:
     """Overlapping windows: every token with at least context − stride tokens before it."""
-    stride = int(q.options["stride"] or max(1, q.context // 2))
-    scores = score_text(q.run.model, q.text, context=q.context, stride=stride, mask_documents=q.masked)
-    counted = scores.tally(q.text)
+    stride = int(task.options["stride"] or max(1, task.context // 2))
+    scores = score_text(task.run.model, task.text, context=task.context, stride=stride, mask_documents=task.masked)
+    counted = scores.tally(task.text)
     return Answer({"stride": stride, "tokens": counted.targets}, {"metrics": measure(counted)})
 
 
-def position(q: Question) -> Answer:
+def run_position(task: EvaluationTask) -> Answer:
     """Loss by the number of tokens read before the target."""
-    return Answer(_plain(q), {"by_position": loss_by_position(q.scores, q.context)})
+    return Answer(_plain(task), {"by_position": loss_by_position(task.scores, task.context)})
 
 
-def frequency(q: Question) -> Answer:
+def run_frequency(task: EvaluationTask) -> Answer:
     """Loss by how often the target occurs in the text the run was trained on."""
-    own = build_corpus(q.run.config["data"], q.run.config["tokenizer"], q.options["cache_dir"])
-    train = own.store("train")[:TRAINING_TOKENS].astype(np.int64)
-    counts = token_counts(train, q.run.tokenizer.vocab_size)
-    return Answer({**_plain(q), "training_tokens": len(train)}, {"by_frequency": loss_by_frequency(q.scores, counts)})
+    trained_on = build_corpus(task.run.config["data"], task.run.config["tokenizer"], task.options["cache_dir"])
+    train = trained_on.store("train")[:TRAINING_TOKENS].astype(np.int64)
+    counts = token_counts(train, task.run.tokenizer.vocab_size)
+    return Answer(
+        {**_plain(task), "training_tokens": len(train)}, {"by_frequency": loss_by_frequency(task.scores, counts)}
+    )
 
 
-def length(q: Question) -> Answer:
+def run_length(task: EvaluationTask) -> Answer:
     """The run read at multiples of the context it was trained with."""
-    factors = [int(factor) for factor in q.options["lengths"]]
-    numbers = loss_by_length(q.run.model, q.text, factors, mask_documents=q.masked)
-    asked = {"context": numbers["context"], "stride": numbers["context"], "tokens": len(q.text.tokens) - 1}
+    factors = [int(factor) for factor in task.options["lengths"]]
+    numbers = loss_by_length(task.run.model, task.text, factors, mask_documents=task.masked)
+    asked = {"context": numbers["context"], "stride": numbers["context"], "tokens": len(task.text.tokens) - 1}
     return Answer(asked, {"by_length": numbers})
 
 
-def corruption(q: Question) -> Answer:
+def run_corruption(task: EvaluationTask) -> Answer:
     """Part of what is read replaced: random tokens, exchanged tokens, repeated tokens."""
-    kinds, rates = list(q.options["corruptions"]), [float(rate) for rate in q.options["rates"]]
-    seed = int(q.options["seed"])
-    numbers = loss_by_corruption(q.run.model, q.text, kinds, rates, seed=seed, mask_documents=q.masked)
-    return Answer({**_plain(q), "kinds": kinds, "rates": rates, "seed": seed}, {"by_corruption": numbers})
+    kinds, rates = list(task.options["corruptions"]), [float(rate) for rate in task.options["rates"]]
+    seed = int(task.options["seed"])
+    numbers = loss_by_corruption(task.run.model, task.text, kinds, rates, seed=seed, mask_documents=task.masked)
+    return Answer({**_plain(task), "kinds": kinds, "rates": rates, "seed": seed}, {"by_corruption": numbers})
 
 
-def shuffled(q: Question) -> Answer:
+def run_shuffled(task: EvaluationTask) -> Answer:
     """Negative control: documents with their tokens in random order."""
-    bigram = ngram_losses(q.corpus, q.split, tokens=len(q.text.tokens))["bigram"]
-    seed = int(q.options["seed"])
-    numbers = shuffling_control(q.run.model, q.text, bigram, seed=seed, mask_documents=q.masked)
-    return Answer({**_plain(q), "seed": seed}, {"control": numbers})
+    bigram = ngram_losses(task.corpus, task.split, tokens=len(task.text.tokens))["bigram"]
+    seed = int(task.options["seed"])
+    numbers = shuffling_control(task.run.model, task.text, bigram, seed=seed, mask_documents=task.masked)
+    return Answer({**_plain(task), "seed": seed}, {"control": numbers})
 
 
-def calibrated(q: Question) -> Answer:
+def run_calibration(task: EvaluationTask) -> Answer:
     """Reliability of the predicted probabilities."""
-    return Answer(_plain(q), {"calibration": calibration(q.run.model, q.text, mask_documents=q.masked)})
+    return Answer(_plain(task), {"calibration": calibration(task.run.model, task.text, mask_documents=task.masked)})
 
 
-def confidence(q: Question) -> Answer:
+def run_confidence(task: EvaluationTask) -> Answer:
     """Correlation of magnitude and evidence with loss and entropy, per layer."""
-    from polarlm.diagnostics.confidence import confidence as correlations
+    from polarlm.diagnostics.confidence import confidence
 
-    return Answer(_plain(q), {"confidence": correlations(q.run.model, q.text, mask_documents=q.masked)})
+    return Answer(_plain(task), {"confidence": confidence(task.run.model, task.text, mask_documents=task.masked)})
 
 
-def documents(q: Question) -> Answer:
+def run_documents(task: EvaluationTask) -> Answer:
     """The losses of every document, kept for comparisons of two checkpoints."""
-    arrays = losses_of_documents(q.scores, q.text, q.run.tokenizer)
-    numbers = {"documents": len(arrays["nats"]), "metrics": measure(q.scores.tally(q.text))}
-    return Answer(_plain(q), numbers, arrays)
+    arrays = losses_of_documents(task.scores, task.text, task.run.tokenizer)
+    numbers = {"documents": len(arrays["nats"]), "metrics": measure(task.scores.tally(task.text))}
+    return Answer(_plain(task), numbers, arrays)
 
 
-def rolling(q: Question) -> Answer:
+def run_rolling(task: EvaluationTask) -> Answer:
     """Every document by itself after an end of text, as lm-evaluation-harness reads WikiText's pages."""
-    counted = roll_documents(q.run.model, q.text, q.run.tokenizer)
-    return Answer({"stride": q.run.model.config.context, "tokens": counted.targets}, {"metrics": measure(counted)})
+    counted = roll_documents(task.run.model, task.text, task.run.tokenizer)
+    return Answer({"stride": task.run.model.config.context, "tokens": counted.targets}, {"metrics": measure(counted)})
 
 
-def blimp(q: Question) -> Answer:
-    """Minimal pairs of grammar, from a local file."""
-    return _downstream(q, blimp_task.LOCAL, "blimp", blimp_task.blimp)
-
-
-def lambada(q: Question) -> Answer:
-    """The last words of passages, from a local file."""
-    return _downstream(q, lambada_task.LOCAL, "lambada", lambada_task.lambada)
-
-
-def _downstream(q: Question, file: str, name: str, task: Callable[..., dict[str, Any]]) -> Answer:
-    rows = read_rows(task_file(file), q.options["examples"])
+def run_downstream(file: str, name: str, judge: Callable[..., dict[str, Any]], task: EvaluationTask) -> Answer:
+    """A task of its own examples, from a local file: minimal pairs of grammar, the last words of passages."""
+    rows = read_rows(task_file(file), task.options["examples"])
     asked = {"data": name, "split": "test", "stride": None, "tokens": None, "corpus": file, "examples": len(rows)}
-    return Answer(asked, {name: task(q.run.model, q.run.tokenizer, rows)})
+    return Answer(asked, {name: judge(task.run.model, task.run.tokenizer, rows)})
 
 
-def _plain(q: Question) -> dict[str, Any]:
-    return {"stride": q.context, "tokens": len(q.scores.nats) if "scores" in q.__dict__ else len(q.text.tokens) - 1}
+def _plain(task: EvaluationTask) -> dict[str, Any]:
+    tokens = len(task.scores.nats) if "scores" in task.__dict__ else len(task.text.tokens) - 1
+    return {"stride": task.context, "tokens": tokens}
 
 
-PROTOCOLS: dict[str, Callable[[Question], Answer]] = {
-    "windows": windows,
-    "sliding": sliding,
-    "position": position,
-    "frequency": frequency,
-    "length": length,
-    "corruption": corruption,
-    "shuffled": shuffled,
-    "calibration": calibrated,
-    "confidence": confidence,
-    "documents": documents,
-    "rolling": rolling,
-    "blimp": blimp,
-    "lambada": lambada,
+PROTOCOLS: dict[str, Callable[[EvaluationTask], Answer]] = {
+    "windows": run_windows,
+    "sliding": run_sliding,
+    "position": run_position,
+    "frequency": run_frequency,
+    "length": run_length,
+    "corruption": run_corruption,
+    "shuffled": run_shuffled,
+    "calibration": run_calibration,
+    "confidence": run_confidence,
+    "documents": run_documents,
+    "rolling": run_rolling,
+    "blimp": partial(run_downstream, blimp.LOCAL, "blimp", blimp.blimp),
+    "lambada": partial(run_downstream, lambada.LOCAL, "lambada", lambada.lambada),
 }
 
 

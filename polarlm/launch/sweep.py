@@ -43,7 +43,7 @@ def note_job(result: JobReturn, name: str) -> None:
         _jobs.append(("failed", name, " ".join(str(error).split())[:200] or type(error).__name__))
 
 
-def print_plan(plan: Any, config_name: str) -> None:
+def print_sweep_plan(plan: Any, config_name: str) -> None:
     """Say what a sweep is going to do, and keep it for `polarlm sweep status`."""
     from polarlm.runs.identity import identity_of
     from polarlm.runs.sweeps import known_runs, sweep_group, write_plan
@@ -155,8 +155,8 @@ def print_states(runs_dir: str, group: str, out: Any) -> list[str]:
         result = f"val loss {loss:.4f}" if loss is not None else str(summary.get("error", ""))[:80]
         rows.append((summary.get("status", "waiting"), name, result, folder.name if folder else ""))
     width, states = max(len(name) for _, name, _, _ in rows), [row[0] for row in rows]
-    told = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    print(f"{plan['group']}: {told}", file=out)
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    print(f"{plan['group']}: {counts}", file=out)
     for state, name, result, place in rows:
         print(f"  {state:11}  {name:{width}}  {result:18}  {place}".rstrip(), file=out)
     return states

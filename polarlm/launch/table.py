@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from polarlm.columns import aligned
 from polarlm.evaluation.metrics import METRICS, formatted
 from polarlm.training.loggers.short_numbers import clock, short
 from polarlm.visible import visible_text
@@ -39,10 +40,7 @@ def metric_lines(summary: dict[str, Any]) -> list[str]:
     shown = [m for m in METRICS if any(values.get(m.name) is not None for values in numbers.values())]
     rows = [["", *(metric.short for metric in shown)]]
     rows += [[name, *(formatted(m.name, values.get(m.name)) for m in shown)] for name, values in numbers.items()]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(shown) + 1)]
-    return [
-        f"  {row[0]:<{widths[0]}}  " + "  ".join(f"{cell:>{w}}" for cell, w in zip(row[1:], widths[1:])) for row in rows
-    ]
+    return [f"  {line}" for line in aligned(rows)]
 
 
 def speed(summary: dict[str, Any]) -> str:

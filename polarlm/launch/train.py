@@ -10,10 +10,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from polarlm.data.read.source import require_text
 from polarlm.errors import UserError
 from polarlm.launch.check import check_train
 from polarlm.launch.processes import start_job, stop_job
-from polarlm.locations import CONFIGS
 from polarlm.runs.files import read_json
 from polarlm.runs.sweeps import RESULT_VARIABLE, SWEPT_VARIABLE, command_overrides, find_finished, sweep_group
 
@@ -28,14 +28,15 @@ def train_job(cfg: DictConfig) -> float:
     in_sweep = hydra.mode == RunMode.MULTIRUN or SWEPT_VARIABLE in os.environ
     if in_sweep and config["resume"] == "auto" and (finished := find_finished(config)) is not None:
         return already_finished(finished)
+    require_text(config["data"])
     if hydra.mode == RunMode.MULTIRUN:
         if config["trainer"]["devices"] != 1 or config["trainer"]["nodes"] != 1:
             return train_in_own_process(list(hydra.overrides.task))
         try:
-            return train_and_tell(config)
+            return train_and_print(config)
         finally:
             forget_compiled_code()  # compiled code of one job must not reach the next
-    return train_and_tell(config)
+    return train_and_print(config)
 
 
 def forget_compiled_code() -> None:
@@ -73,22 +74,14 @@ SIZES = ("d_model", "n_layer", "n_head", "n_kv_head", "head_dim", "ffn", "ffn_mu
 
 def size_name(model: dict[str, Any], choice: str) -> str:
     """The chosen size's name, or layers × width where a run has changed what the name stands for."""
-    named = named_sizes(choice)
+    from polarlm.verdict.defaults import shipped_settings
+
+    named = shipped_settings("model", choice)  # of a user's own size nothing: whatever it says is what it stands for
     same = all(model.get(key) == named.get(key, model.get(key)) for key in SIZES)
     return choice if same else f"{model['n_layer']}x{model['d_model']}"
 
 
-def named_sizes(choice: str) -> dict[str, Any]:
-    """What configs/model/<choice>.yaml says, with what it inherits."""
-    path = CONFIGS / "model" / f"{choice}.yaml"
-    if not path.exists():  # a user's own size: whatever it says is what its name stands for
-        return {}
-    own: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(path))  # type: ignore[assignment]
-    parents = [name for name in own.pop("defaults", []) if isinstance(name, str) and name != "_self_"]
-    return {key: value for source in (*map(named_sizes, parents), own) for key, value in source.items()}
-
-
-def train_and_tell(config: dict[str, Any]) -> float:
+def train_and_print(config: dict[str, Any]) -> float:
     """Train in this process and print the final table (rank 0); returns the validation loss."""
     from polarlm.launch.match import apply_match
     from polarlm.launch.table import final_table
@@ -107,8 +100,8 @@ def train_in_own_process(overrides: list[str]) -> float:
     from hydra.core.hydra_config import HydraConfig
 
     with tempfile.TemporaryDirectory() as place:
-        told = Path(place) / "folder"
-        environment = {RESULT_VARIABLE: str(told), SWEPT_VARIABLE: " ".join(sorted(command_overrides()[1]))}
+        result = Path(place) / "folder"
+        environment = {RESULT_VARIABLE: str(result), SWEPT_VARIABLE: " ".join(sorted(command_overrides()[1]))}
         process = start_job([*overrides, f"hydra.job.name={HydraConfig.get().job.name}"], environment)
         try:
             code = process.wait()
@@ -116,5 +109,5 @@ def train_in_own_process(overrides: list[str]) -> float:
             stop_job(process)
         if code:
             raise UserError(f"the job ended with exit code {code}; its own output above says why")
-        folder = Path(told.read_text(encoding="utf-8"))
+        folder = Path(result.read_text(encoding="utf-8"))
     return float(read_json(folder / "summary.json")["val/loss"])

@@ -41,14 +41,14 @@ def add_parser(verbs: Any) -> None:
 def run_trial(arguments: argparse.Namespace) -> int:
     """Carry out or continue a trial; returns the exit code."""
     from polarlm.errors import UserError
-    from polarlm.verdict.trials import Plan, seconds_of
+    from polarlm.verdict.trials import TrialPlan, seconds_of
 
     blocks = tuple(arguments.blocks)
     try:
         rates = tuple(float(word) for word in str(arguments.lr).split(","))
     except ValueError:
         raise UserError(f"--lr {arguments.lr!r} must be numbers with commas between, e.g. 1e-3,3e-3") from None
-    plan = Plan(
+    plan = TrialPlan(
         blocks=blocks,
         data=arguments.data,
         model=arguments.model,
@@ -89,14 +89,14 @@ class Trial:
 
         from polarlm.errors import UserError
         from polarlm.runs.files import write_text
-        from polarlm.verdict.trials import Plan
+        from polarlm.verdict.trials import TrialPlan
 
         path = self.folder / "trial.yaml"
         if not path.exists():
             write_text(path, yaml.safe_dump(self.plan.as_dict(), sort_keys=False))
             return
         try:
-            written = Plan.from_dict(yaml.safe_load(path.read_text(encoding="utf-8")))
+            written = TrialPlan.from_dict(yaml.safe_load(path.read_text(encoding="utf-8")))
         except yaml.YAMLError as error:
             raise UserError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
         if written != self.plan:

@@ -60,7 +60,7 @@ def tune(options: argparse.Namespace) -> int:
         options.key: optuna.distributions.FloatDistribution(options.low, options.high, log=not options.linear)
     }
     while len(study.get_trials(states=(State.COMPLETE, State.PRUNED))) < options.trials:
-        run_trial(study, study.ask(space), options, group, folder, State)
+        try_value(study, study.ask(space), options, group, folder, State)
     done = study.get_trials(states=(State.COMPLETE,))
     if not done:
         print("No trial has finished.", file=sys.stderr)
@@ -85,7 +85,7 @@ def trial_config(options: argparse.Namespace, value: float) -> dict[str, Any]:
     return job.config
 
 
-def run_trial(study: Any, trial: Any, options: argparse.Namespace, group: str, folder: Path, state: Any) -> None:
+def try_value(study: Any, trial: Any, options: argparse.Namespace, group: str, folder: Path, state: Any) -> None:
     """One run: report every validation, stop when the pruner says so, tell the study how it ended."""
     from polarlm.launch.processes import start_job, stop_job
     from polarlm.runs.files import read_json
@@ -98,7 +98,7 @@ def run_trial(study: Any, trial: Any, options: argparse.Namespace, group: str, f
     metrics = Path(config["runs_dir"]) / default_name(config) / "metrics.jsonl"
     environment = {RESULT_VARIABLE: str(result.resolve()), SWEPT_VARIABLE: options.key}
     job = start_job([*options.settings, f"{options.key}={value:.6g}", f"group={group}"], environment, log)
-    told, began = f"trial {trial.number}: {options.key}={value:.6g}", time.monotonic()
+    title, began = f"trial {trial.number}: {options.key}={value:.6g}", time.monotonic()
     try:
         seen = -1
         while job.poll() is None:
@@ -110,16 +110,16 @@ def run_trial(study: Any, trial: Any, options: argparse.Namespace, group: str, f
             if seen >= 0 and trial.should_prune():
                 stop_job(job)
                 study.tell(trial, state=state.PRUNED)
-                print(f"{told}: stopped at step {seen}, behind the others", file=sys.stderr, flush=True)
+                print(f"{title}: stopped at step {seen}, behind the others", file=sys.stderr, flush=True)
                 return
     finally:
         stop_job(job)
     if job.returncode or not result.exists():
         study.tell(trial, state=state.FAIL)
-        raise UserError(f"{told} failed; its log says why: {log}")
+        raise UserError(f"{title} failed; its log says why: {log}")
     loss = float(read_json(Path(result.read_text(encoding="utf-8")) / "summary.json")["val/loss"])
     study.tell(trial, loss)
-    print(f"{told}: val loss {loss:.4f} ({time.monotonic() - began:.0f} s)", file=sys.stderr, flush=True)
+    print(f"{title}: val loss {loss:.4f} ({time.monotonic() - began:.0f} s)", file=sys.stderr, flush=True)
 
 
 def validations(metrics: Path) -> list[tuple[int, float]]:

@@ -16,7 +16,7 @@ from polarlm.report.captions import block_caption, shared_caption
 from polarlm.report.payload import link_to
 from polarlm.report.records import answers_table, numbers_table
 from polarlm.report.sections import progress, samples
-from polarlm.report.tables import Table, difference_table, final_table, show_count
+from polarlm.report.tables import Table, difference_table, results_table, show_count
 from polarlm.runs.files import write_text
 from polarlm.verdict.groups import ABSENT, Group
 from polarlm.verdict.headline import headline
@@ -51,7 +51,7 @@ def render_page(groups: Sequence[Group], judgement: Judgement, payload: dict[str
         headline=escape(finding),
         meta=escape(_meta(groups, payload)),
         shared=escape(" ".join(words for words in (shared_caption(groups), block_caption(groups)) if words)),
-        final_table=_html(final_table(judgement), judgement),
+        final_table=_html(results_table(judgement), judgement),
         final_caption=escape(_final_caption(groups, judgement)),
         verdicts=_folded(f"<ul>{''.join(verdicts)}</ul>", len(verdicts), "verdicts in words")
         if len(groups) > 1

@@ -12,11 +12,11 @@ import numpy as np
 
 from polarlm.evaluation.metrics import METRICS
 from polarlm.report.captions import validation_caption
-from polarlm.report.quantities import Quantity, describe
+from polarlm.report.quantities import Quantity, quantity_named
 from polarlm.report.records import curve_panels
 from polarlm.report.thinning import bucket_edges, thin
 from polarlm.report.verdict_data import verdict_data
-from polarlm.runs.probes import Probe
+from polarlm.runs.probes import StoredProbe
 from polarlm.runs.reading import Run
 from polarlm.verdict.groups import Group
 from polarlm.verdict.judgement import UNEQUAL, Judgement
@@ -72,7 +72,7 @@ def build_payload(
         "groups": shown_groups,
         "runs": runs,
         "diagnostics": diagnostics,
-        "quantities": {name: _words(describe(name)) for name in sorted(names)},
+        "quantities": {name: _words(quantity_named(name)) for name in sorted(names)},
     }
 
 
@@ -213,7 +213,7 @@ def _diagnostics(group: Group) -> dict[str, Any] | None:
     return {"tokens": tokens, "layers": layers, "final": final, "profiles": profiles, "history": kept}
 
 
-def _stack(probes: Sequence[Probe], name: str) -> np.ndarray | None:
+def _stack(probes: Sequence[StoredProbe], name: str) -> np.ndarray | None:
     """(seeds, …) of one quantity, or None when a seed lacks it or has another shape."""
     arrays = [p.values.get(name) for p in probes]
     if any(v is None or v.shape != arrays[0].shape for v in arrays):  # type: ignore[union-attr]

@@ -111,7 +111,7 @@ QUANTITIES = {name: Quantity(*words) for name, words in _WORDS.items()}
 _GREEK = {"nu": "ν", "eta": "η", "sigma": "σ", "mu": "μ", "alpha": "α", "beta": "β", "tau": "τ", "omega": "ω"}
 
 
-def describe(name: str) -> Quantity:
+def quantity_named(name: str) -> Quantity:
     """The quantity behind a probe's name such as `precision/log_evidence`."""
     last = name.rpartition("/")[2]
     if last in QUANTITIES:

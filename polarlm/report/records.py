@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.evaluation.metrics import METRICS, Metric
+from polarlm.evaluation.metrics import METRICS
 from polarlm.report.tables import Table, show_estimate
 from polarlm.runs.evaluations import FOLDER
-from polarlm.verdict.estimates import Estimate, estimate_mean
+from polarlm.verdict.estimates import estimate_mean
 from polarlm.verdict.groups import Group
 
 LOSS = "loss (nats per token)"
@@ -20,7 +20,7 @@ SAID = ("data", "split", "context", "stride", "tokens")
 
 
 @dataclass(frozen=True)
-class Curve:
+class RecordCurve:
     """One curve of a record, ready to draw."""
 
     name: str
@@ -33,48 +33,50 @@ class Curve:
     diagonal: bool = False  # draw y = x
 
 
-def _position(record: dict[str, Any]) -> Iterator[Curve]:
+def _position(record: dict[str, Any]) -> Iterator[RecordCurve]:
     part = record["by_position"]
-    yield Curve("position", "Loss by position", part["to"], part["loss"], "tokens read before the target", x_log=True)
+    yield RecordCurve(
+        "position", "Loss by position", part["to"], part["loss"], "tokens read before the target", x_log=True
+    )
 
 
-def _frequency(record: dict[str, Any]) -> Iterator[Curve]:
+def _frequency(record: dict[str, Any]) -> Iterator[RecordCurve]:
     part, label = record["by_frequency"], "times that the target occurs in the training text, at most"
     known = [i for i, most in enumerate(part["to"]) if most and most > 0]
     x, y = ([part[key][i] for i in known] for key in ("to", "loss"))
-    yield Curve("frequency", "Loss by frequency of the target", x, y, label, x_log=True)
+    yield RecordCurve("frequency", "Loss by frequency of the target", x, y, label, x_log=True)
 
 
-def _length(record: dict[str, Any]) -> Iterator[Curve]:
+def _length(record: dict[str, Any]) -> Iterator[RecordCurve]:
     part = record["by_length"]
     bits = [metrics.get("bits_per_byte") for metrics in part["metrics"]]
     title = "Bits per byte at lengths beyond the trained one"
-    yield Curve("length", title, part["context"], bits, "context (tokens)", "bits per byte", x_log=True)
+    yield RecordCurve("length", title, part["context"], bits, "context (tokens)", "bits per byte", x_log=True)
     longest, factor = part["by_position"][-1], part["factor"][-1]
     if factor > 1:
         title = f"Loss by position, {factor} × the trained context"
         label = f"tokens read before the target (trained: {part['context'][-1] // factor})"
-        yield Curve("length, by position", title, longest["to"], longest["loss"], label, x_log=True)
+        yield RecordCurve("length, by position", title, longest["to"], longest["loss"], label, x_log=True)
 
 
-def _corruption(record: dict[str, Any]) -> Iterator[Curve]:
+def _corruption(record: dict[str, Any]) -> Iterator[RecordCurve]:
     part = record["by_corruption"]
     for kind, curves in part.items():
         if isinstance(curves, dict):
             label = f"share of {kind} tokens in the context"
-            yield Curve(
+            yield RecordCurve(
                 f"corruption, {kind}", f"Loss with {kind} tokens in the context", part["rate"], curves["loss"], label
             )
 
 
-def _calibration(record: dict[str, Any]) -> Iterator[Curve]:
+def _calibration(record: dict[str, Any]) -> Iterator[RecordCurve]:
     part = record["calibration"]["reliability"]
     x, y = part["probability"], part["frequency"]
     title = "Calibration: how often the most likely token comes"
-    yield Curve("calibration", title, x, y, "probability given to it", "how often it came", diagonal=True)
+    yield RecordCurve("calibration", title, x, y, "probability given to it", "how often it came", diagonal=True)
 
 
-CURVES: dict[str, Callable[[dict[str, Any]], Iterator[Curve]]] = {
+CURVES: dict[str, Callable[[dict[str, Any]], Iterator[RecordCurve]]] = {
     "length": _length,
     "position": _position,
     "corruption": _corruption,
@@ -125,7 +127,7 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 def curve_panels(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """One panel per curve and protocol: the mean over the seeds of each group, at the points that all of them have."""
     panels: dict[tuple[str, str], dict[str, Any]] = {}
-    lines: dict[tuple[tuple[str, str], int], list[Curve]] = {}
+    lines: dict[tuple[tuple[str, str], int], list[RecordCurve]] = {}
     for index, group in enumerate(groups):
         for run in group.runs:
             newest = {}
@@ -158,7 +160,7 @@ def numbers_table(groups: Sequence[Group]) -> Table | None:
     shown = [m for m in METRICS if any(m.name in metrics for rows in by_group.values() for metrics in rows)]
     rows = []
     for (protocol, index), metrics in sorted(by_group.items()):
-        cells = [show_estimate(_over_seeds(m, metrics)) for m in shown]
+        cells = [show_estimate(estimate_mean([row.get(m.name) for row in metrics], log=m.is_log)) for m in shown]
         rows.append([protocol, groups[index].label, str(len(metrics)), *cells])
     return Table(["protocol", "group", "seeds", *(m.title for m in shown)], rows)
 
@@ -197,11 +199,7 @@ def _number_at(record: dict[str, Any], place: str) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def _over_seeds(metric: Metric, by_seed: Sequence[dict[str, float]]) -> Estimate:
-    return estimate_mean([row.get(metric.name) for row in by_seed], log=metric.is_log)
-
-
-def curves_of(record: dict[str, Any]) -> list[Curve]:
+def curves_of(record: dict[str, Any]) -> list[RecordCurve]:
     """Everything in a record that can be drawn."""
     make = CURVES.get(str(record["protocol"].get("name")))
     try:
@@ -215,7 +213,7 @@ def _said(record: dict[str, Any]) -> str:
     return ", ".join(f"{k} {protocol[k]}" for k in SAID if isinstance(protocol.get(k), (str, int, float)))
 
 
-def _panel(curve: Curve, protocol: str) -> dict[str, Any]:
+def _panel(curve: RecordCurve, protocol: str) -> dict[str, Any]:
     return {
         "name": curve.name,
         "title": curve.title,
@@ -228,7 +226,7 @@ def _panel(curve: Curve, protocol: str) -> dict[str, Any]:
     }
 
 
-def _mean(curves: Sequence[Curve]) -> dict[str, Any]:
+def _mean(curves: Sequence[RecordCurve]) -> dict[str, Any]:
     """Mean and range over seeds, at the x that all have; calibration has other x in every run and is taken by place."""
     if curves[0].diagonal:
         longest = min(len(c.x) for c in curves)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from polarlm.columns import aligned
 from polarlm.verdict.estimates import Estimate
 from polarlm.verdict.groups import Group, config_differences, show
 from polarlm.verdict.headline import headline
@@ -26,7 +27,7 @@ class Table:
     rows: list[list[str]]
 
 
-def final_table(judgement: Judgement) -> Table:
+def results_table(judgement: Judgement) -> Table:
     """One row per group: judged losses with intervals, the difference to the baseline, and what it cost."""
     losses = judgement.measure.siblings()
     columns = ["group", "seeds", *(Measure(m).title for m in losses)]
@@ -67,7 +68,7 @@ def difference_table(groups: Sequence[Group]) -> Table:
 def text_report(judgement: Judgement, width: int = 120) -> str:
     """The final table and the verdicts for a terminal."""
     lines = [headline(judgement), "", f"Final loss on the {judgement.split} split; ± is half of the 95 % interval.", ""]
-    lines += [_aligned(final_table(judgement)), ""]
+    lines += [_aligned(results_table(judgement)), ""]
     for judged in judgement.rows:
         if judged.outcome != "baseline":
             lines.append(textwrap.fill(judged.sentence, width, initial_indent="• ", subsequent_indent="  "))
@@ -162,10 +163,5 @@ def show_count(number: float | None) -> str:
 
 
 def _aligned(table: Table) -> str:
-    widths = [max(len(cell) for cell in column) for column in zip(table.columns, *table.rows)]
-
-    def line(cells: list[str]) -> str:
-        aligned = (c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths)))
-        return "  ".join(aligned).rstrip()
-
-    return "\n".join([line(table.columns), "  ".join("─" * w for w in widths), *(line(row) for row in table.rows)])
+    rules = ["─" * max(map(len, column)) for column in zip(table.columns, *table.rows)]
+    return "\n".join(aligned([table.columns, rules, *table.rows]))

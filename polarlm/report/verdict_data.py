@@ -96,14 +96,14 @@ def _fits(groups: Sequence[Group], points: Sequence[dict[str, Any]]) -> list[dic
     """Loss = a + b log2(width) over all seeds of each block: b is what a doubling of the width brings."""
     fits = []
     for block in dict.fromkeys(groups[point["group"]].block for point in points):
-        own = [point for point in points if groups[point["group"]].block == block]
-        doublings = [math.log2(point["x"]) for point in own for _ in point["seeds"]]
-        losses = [seed for point in own for seed in point["seeds"]]
-        x = sorted({point["x"] for point in own})
+        of_block = [point for point in points if groups[point["group"]].block == block]
+        doublings = [math.log2(point["x"]) for point in of_block for _ in point["seeds"]]
+        losses = [seed for point in of_block for seed in point["seeds"]]
+        x = sorted({point["x"] for point in of_block})
         if len(x) >= 3:
             slope, start = np.polyfit(doublings, losses, 1)
             line = [float(start + slope * math.log2(value)) for value in x]
-            fits.append({"group": own[0]["group"], "block": block, "x": x, "y": line, "perDoubling": float(slope)})
+            fits.append({"group": of_block[0]["group"], "block": block, "x": x, "y": line, "perDoubling": float(slope)})
     return fits
 
 

@@ -130,7 +130,7 @@ def load_head(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> d
     return checkpoint
 
 
-def verify(path: Path) -> None:
+def verify_checkpoint(path: Path) -> None:
     """Read everything that a checkpoint consists of, never more than one file at a time."""
     head = load_head(path, mmap=True)
     if "shards" in head:
@@ -183,7 +183,9 @@ def candidates(folder: Path) -> list[Path]:
     return [last, *files] if last.exists() and not (files and last.samefile(files[0])) else files
 
 
-def newest_usable(folder: Path, check: Callable[[Path], object] = verify, *, warn: bool = True) -> Path | None:
+def newest_usable(
+    folder: Path, check: Callable[[Path], object] = verify_checkpoint, *, warn: bool = True
+) -> Path | None:
     """The newest checkpoint that can be trusted, with a warning about every newer one; None when there is none."""
     paths = candidates(folder)
     for path in paths:

@@ -116,13 +116,13 @@ def generate(options: argparse.Namespace) -> int:
     return 0
 
 
-def inspect(options: argparse.Namespace) -> int:
+def print_description(options: argparse.Namespace) -> int:
     """Print what the run's model is."""
-    from polarlm.runs.inspection import describe
+    from polarlm.runs.inspection import describe_run
     from polarlm.runs.restore import restore_run
     from polarlm.visible import visible_text
 
-    print(visible_text(describe(restore_run(options.folder, "cpu"))))
+    print(visible_text(describe_run(restore_run(options.folder, "cpu"))))
     return 0
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polarlm.columns import aligned
 from polarlm.model import GPT
 from polarlm.runs.identity import flatten
 from polarlm.runs.restore import RestoredRun
@@ -17,7 +18,7 @@ PARTS = {"embedding": "embedding", "head": "output", "mixer": "attention", "feed
 OPTIMISER_BYTES = 8  # AdamW's two moments, fp32
 
 
-def describe(run: RestoredRun) -> str:
+def describe_run(run: RestoredRun) -> str:
     """The whole description as text."""
     model, context = run.model, run.model.config.context
     lines = [f"{run.folder}  ({run.weights.name})", "", "Parameters"]
@@ -27,7 +28,7 @@ def describe(run: RestoredRun) -> str:
     tokens = int(run.config["trainer"]["micro_batch_tokens"])
     rows = max(1, tokens // context)
     lines += ["", f"Memory of a training step in fp32 (micro-batch of {rows} × {context:,} tokens)"]
-    lines += _columns([(name, _bytes(size)) for name, size in step_memory(model, rows)])
+    lines += _columns([(name, _bytes(size)) for name, size in memory_parts(model, rows)])
     scalars = learned_scalars(model)
     if scalars:
         lines += ["", "Learned scalars (a row per layer; a number per head, or one for all)"]
@@ -70,7 +71,7 @@ def flops_parts(model: GPT, context: int) -> list[tuple[str, int]]:
     ]
 
 
-def step_memory(model: GPT, rows: int) -> list[tuple[str, int]]:
+def memory_parts(model: GPT, rows: int) -> list[tuple[str, int]]:
     """(what, bytes): weights, gradients, AdamW's moments, and what one forward pass keeps for its backward pass."""
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     elements = model.parameter_count()
@@ -135,10 +136,7 @@ def changed_settings(config: dict[str, Any]) -> list[tuple[str, Any, Any]]:
 
 
 def _columns(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
-    return [
-        f"  {row[0]:<{widths[0]}}  " + "  ".join(f"{cell:>{w}}" for cell, w in zip(row[1:], widths[1:])) for row in rows
-    ]
+    return [f"  {line}" for line in aligned(rows)]
 
 
 def _bytes(size: int) -> str:

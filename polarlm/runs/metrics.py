@@ -59,7 +59,7 @@ def read_metrics(path: Path) -> Metrics:
     except FileNotFoundError:
         data = b""
     torn = data[data.rfind(b"\n") + 1 :]
-    if torn and not _is_object(torn):
+    if torn and not is_object(torn):
         data = data[: len(data) - len(torn)]
     data = _sample_rows(data)
     if not data.strip():
@@ -106,7 +106,8 @@ def _read_line_by_line(data: bytes) -> Metrics:
     return Metrics({name: values[:, i].copy() for i, name in enumerate(COLUMNS)}, unreadable)
 
 
-def _is_object(line: bytes) -> bool:
+def is_object(line: bytes) -> bool:
+    """Whether a line of a .jsonl file is whole: the last one may be being written."""
     try:
         return isinstance(json.loads(line), dict)
     except ValueError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import os
 import secrets
 import shutil
@@ -104,19 +105,12 @@ class _PlainDumper(yaml.SafeDumper):
 
 def _clean_up(folder: Path) -> None:
     """Remove what killed processes began to build in this place."""
-    for left in folder.parent.glob(f".{glob_escape(folder.name)}.*.new"):
+    for left in folder.parent.glob(f".{glob.escape(folder.name)}.*.new"):
         pid = left.name.rsplit(".", 2)[1].partition("-")[0]
         gone = pid.isdigit() and not _is_alive(int(pid))
         with contextlib.suppress(OSError):
             if gone or time.time() - left.stat().st_mtime > ABANDONED_AFTER_SECONDS:
                 shutil.rmtree(left, ignore_errors=True)
-
-
-def glob_escape(name: str) -> str:
-    """A name as a pattern that matches only itself."""
-    import glob
-
-    return glob.escape(name)
 
 
 def _is_alive(pid: int) -> bool:

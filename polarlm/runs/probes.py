@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from polarlm.runs.metrics import is_object
+
 # What a trajectory needs; the newest probe is always among them.
 MAX_PROBES = 40
 
 
 @dataclass(frozen=True)
-class Probe:
+class StoredProbe:
     """One look inside a run: arrays of shape (), (layers,), (layers + 1,) or (layers, heads), and lag profiles."""
 
     step: float
@@ -22,19 +24,19 @@ class Probe:
     profiles: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def read_probes(path: Path, max_probes: int = MAX_PROBES) -> tuple[list[Probe], int]:
+def read_probes(path: Path, max_probes: int = MAX_PROBES) -> tuple[list[StoredProbe], int]:
     """At most `max_probes` probes in order of steps (newest included) and the number of unreadable lines."""
     try:
         lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
     except FileNotFoundError:
         return [], 0
     unreadable = 0
-    if lines and not _is_complete(lines[-1]):  # being written, or cut off by a kill
+    if lines and not is_object(lines[-1]):  # being written, or cut off by a kill
         lines.pop()
         unreadable += 1
     if not lines:
         return [], unreadable
-    probes: dict[float, Probe] = {}
+    probes: dict[float, StoredProbe] = {}
     for index in np.unique(np.linspace(0, len(lines) - 1, min(max_probes, len(lines))).round().astype(int)):
         try:
             probe = _parse(json.loads(lines[index]))
@@ -45,21 +47,14 @@ def read_probes(path: Path, max_probes: int = MAX_PROBES) -> tuple[list[Probe], 
     return [probes[step] for step in sorted(probes)], unreadable
 
 
-def _is_complete(line: bytes) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
-        return False
-
-
-def _parse(row: dict[str, Any]) -> Probe:
+def _parse(row: dict[str, Any]) -> StoredProbe:
     values = {name: _array(value) for name, value in row["values"].items() if value is not None}
     profiles = {}
     for name, profile in (row.get("profiles") or {}).items():
         x, y = _array(profile["x"]), _array(profile["y"])
         if y.shape[-1:] == x.shape:
             profiles[name] = {"x": x, "y": y, "xlabel": str(profile.get("xlabel", "lag"))}
-    return Probe(float(row["step"]), float(row["tokens"]), int(row["layers"]), values, profiles)
+    return StoredProbe(float(row["step"]), float(row["tokens"]), int(row["layers"]), values, profiles)
 
 
 def _array(value: Any) -> np.ndarray:

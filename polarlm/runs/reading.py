@@ -19,7 +19,7 @@ from polarlm.errors import UserError
 from polarlm.runs.files import parse_config, printable, require_plain_files
 from polarlm.runs.identity import flatten
 from polarlm.runs.metrics import Metrics, read_metrics
-from polarlm.runs.probes import MAX_PROBES, Probe, read_probes
+from polarlm.runs.probes import MAX_PROBES, StoredProbe, read_probes
 
 FILES = ("config.yaml", "summary.json", "metrics.jsonl", "diagnostics/probe.jsonl")
 # A run that says "running" but has not written for so long was killed (or its machine went away).
@@ -35,7 +35,7 @@ class Run:
     config: dict[str, Any]
     summary: dict[str, Any]
     metrics: Metrics
-    probes: list[Probe]
+    probes: list[StoredProbe]
     status: str  # finished, failed, running, or stopped (killed while running)
     tokenizer: str  # equal for runs whose perplexities are per the same tokens
     problems: tuple[str, ...] = field(default=())

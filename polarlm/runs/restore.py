@@ -103,13 +103,7 @@ def restore_run(where: str | Path, device: str = "auto") -> RestoredRun:
             f"{tokenizer.vocab_size} tokens: the two do not belong together"
         )
     model = build_model(config, vocabulary)
-    if model.config.tie_embeddings:
-        weights = {**weights, "head.weight": weights["embedding.weight"]}
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{sentence}: {reason}") from error
+    load_into(model, weights, sentence)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return RestoredRun(folder, config, model.to(device).eval(), tokenizer, path)
@@ -119,8 +113,8 @@ def require_size(model: dict[str, Any], weights: dict[str, torch.Tensor], senten
     """Compare the weights with the written size before a model of it is built: a stranger may have written any size."""
     shape = tuple(weights["embedding.weight"].shape)
     layers = len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
-    found = {"d_model": shape[1] if len(shape) == 2 else None, "n_layer": layers}
-    for key, value in found.items():
+    sizes = {"d_model": shape[1] if len(shape) == 2 else None, "n_layer": layers}
+    for key, value in sizes.items():
         if model.get(key) != value:
             raise UserError(f"{sentence}: model.{key} is {model.get(key)!r}, the weights have {value}")
 
@@ -128,11 +122,15 @@ def require_size(model: dict[str, Any], weights: dict[str, torch.Tensor], senten
 def start_from(model: GPT, where: str | Path) -> None:
     """Give a fresh model the weights of another run (init_from=…), which must fit it exactly."""
     _, path = find_run(where)
-    weights = load_weights(path)
+    load_into(model, load_weights(path), f"init_from={where}: the weights of {path} do not fit this model")
+
+
+def load_into(model: GPT, weights: dict[str, torch.Tensor], sentence: str) -> None:
+    """Give a model these weights, or say with the sentence that they do not fit."""
     if model.config.tie_embeddings:
         weights = {**weights, "head.weight": weights["embedding.weight"]}
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"init_from={where}: the weights of {path} do not fit this model: {reason}") from error
+        raise UserError(f"{sentence}: {reason}") from error

@@ -20,8 +20,8 @@ def default_settings(choices: dict[str, str]) -> tuple[dict[str, Any], dict[str,
     def plain(overrides: list[str]) -> dict[str, Any]:
         cfg = compose("train", overrides=overrides, return_hydra_config=True)
         picked = {k: v for k, v in cfg.hydra.runtime.choices.items() if "hydra" not in k and v is not None}
-        own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
-        return {**OmegaConf.to_container(own, resolve=True), "choices": picked}  # type: ignore[dict-item]
+        ours = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+        return {**OmegaConf.to_container(ours, resolve=True), "choices": picked}  # type: ignore[dict-item]
 
     world = GlobalHydra.instance()
     running, world.hydra = world.hydra, None

@@ -23,13 +23,13 @@ def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> str:
     """Write a file beside, flush it and rename it into place; returns the checksum that is in it."""
     from safetensors.torch import save
 
-    own = checksum(tensors)
+    digest = checksum(tensors)
     beside = path.with_name(f".{path.name}.tmp")
     size = sum(t.nbytes for t in tensors.values())
     # Not save_file: it has a temporary file of its own, which a kill would leave, and hides why it could not write.
     with explained(path, lambda: size), replacing(path, beside), open(beside, "wb") as file:
-        file.write(save(tensors, metadata={CHECKSUM: own}))
-    return own
+        file.write(save(tensors, metadata={CHECKSUM: digest}))
+    return digest
 
 
 def read_tensors(path: Path, expected: str | None = None) -> dict[str, torch.Tensor]:

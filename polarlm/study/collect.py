@@ -10,7 +10,7 @@ from typing import Any
 from polarlm.runs.files import read_config, read_json
 from polarlm.runs.identity import flatten, identity_of
 from polarlm.study.jobs import Planner
-from polarlm.study.plan import Job, Question
+from polarlm.study.plan import PlannedRun, Question
 from polarlm.study.rows import row_of, settings_of_run
 from polarlm.study.summaries import Summary
 
@@ -30,7 +30,7 @@ class Collected:
 class Place:
     """Where runs of these settings belong."""
 
-    job: Job  # with the first seed and value; the run's own are put in
+    job: PlannedRun  # with the first seed and value; the run's own are put in
     settings: dict[str, Any]
     key: str | None  # the tuned one
 
@@ -38,20 +38,20 @@ class Place:
 def collect(question: Question, folders: Iterable[Path], summary: Summary, planner: Planner) -> Collected:
     """Add the row of every finished run that the question asks for; other runs are only named."""
     places = list(_places(question, planner))
-    told = Collected()
+    collected = Collected()
     for folder in sorted(folders):
         config = read_config(folder / "config.yaml")
         if (read_json(folder / "summary.json") or {}).get("status") not in ("finished", "failed"):
-            told.unfinished.append(folder)
+            collected.unfinished.append(folder)
             continue
-        jobs = [job for place in places if (job := _fitting(question, place, config, told)) is not None]
+        jobs = [job for place in places if (job := _fitting(question, place, config, collected)) is not None]
         if not jobs:
-            told.unplanned.append(folder)
+            collected.unplanned.append(folder)
         for job in jobs:
             is_new = summary.add(row_of(folder, job, question), settings_of_run(config))
-            told.new += is_new
-            told.renewed += not is_new
-    return told
+            collected.new += is_new
+            collected.renewed += not is_new
+    return collected
 
 
 def _places(question: Question, planner: Planner) -> Iterable[Place]:
@@ -65,7 +65,7 @@ def _places(question: Question, planner: Planner) -> Iterable[Place]:
                 yield Place(job, settings_of_run(job.config), tune.key if tune else None)
 
 
-def _fitting(question: Question, place: Place, config: dict[str, Any], told: Collected) -> Job | None:
+def _fitting(question: Question, place: Place, config: dict[str, Any], collected: Collected) -> PlannedRun | None:
     """The job that this run is, or None. A setting that one of the two does not know yet does not part them."""
     part = question.parts[place.job.part]
     tune, seeds = question.tuning_of(part), question.seeds_of(part)
@@ -75,7 +75,7 @@ def _fitting(question: Question, place: Place, config: dict[str, Any], told: Col
     ours, theirs = place.settings, settings_of_run(config)
     if differing(ours, theirs, place.key):
         return None
-    told.younger |= set(ours) ^ set(theirs)
+    collected.younger |= set(ours) ^ set(theirs)
     value = dict(flatten(config)).get(place.key) if place.key else None
     overrides = [text for text in place.job.overrides if text.partition("=")[0] not in ("seed", place.key)]
     overrides += [f"{place.key}={value:g}"] if value is not None else []

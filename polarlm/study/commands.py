@@ -72,13 +72,13 @@ def run_study(options: argparse.Namespace) -> int:
     questions = selected(name, options.part)
     summaries = options.summaries or (options.runs / ".study" if options.quick else Path("docs") / FOLDER)
     seconds = seconds_of(options.budget) if options.budget else None
-    told = Study(questions, options.runs, summaries, options.set, options.reuse_summaries)
-    print_plan(told, options)
+    study = Study(questions, options.runs, summaries, options.set, options.reuse_summaries)
+    print_study_plan(study, options)
     if options.plan:
         return 0
-    complete = told.run(options.jobs, options.threads, seconds)
-    pages = write_pages(told)
-    print_state(told, complete, summaries)
+    complete = study.run(options.jobs, options.threads, seconds)
+    pages = write_pages(study)
+    print_state(study, complete, summaries)
     for page in pages:
         print(f"  page: {page}")
     if options.quick and pages:
@@ -102,7 +102,7 @@ def selected(name: str, part: str | None) -> list[Any]:
     return [replace(q, parts={part: q.parts[part]}) for q in questions if part in q.parts]
 
 
-def print_plan(study: Any, options: argparse.Namespace) -> None:
+def print_study_plan(study: Any, options: argparse.Namespace) -> None:
     """Jobs by question: done and to do; seeds at tuned values are counted once their values are known."""
     from polarlm.study.estimate import estimate
 
@@ -157,13 +157,13 @@ def collect_runs(options: argparse.Namespace) -> int:
     planner, missed = Planner(options.set), None
     for question in selected(name, options.part):
         summary = read_summary(place, question.name)
-        told = collect(question, folders, summary, planner)
-        missed = set(told.unplanned) if missed is None else missed & set(told.unplanned)
-        if told.new or told.renewed:
+        collected = collect(question, folders, summary, planner)
+        missed = set(collected.unplanned) if missed is None else missed & set(collected.unplanned)
+        if collected.new or collected.renewed:
             write_summary(place, summary, question)
-        print(f"{question.name}: {told.new} new rows, {told.renewed} renewed, {len(summary.rows)} in all")
-        if told.younger:
-            listed = ", ".join(sorted(told.younger)[:8])
+        print(f"{question.name}: {collected.new} new rows, {collected.renewed} renewed, {len(summary.rows)} in all")
+        if collected.younger:
+            listed = ", ".join(sorted(collected.younger)[:8])
             print(f"  of runs that lack settings of today or have others; equal in all else: {listed}")
     if missed:
         print(f"{len(missed)} runs are in no plan, for example {sorted(missed)[0]}")

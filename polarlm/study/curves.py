@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from polarlm.report.records import Curve, curves_of
+from polarlm.report.records import RecordCurve, curves_of
 from polarlm.study.judge import JudgedPart, Line
 from polarlm.verdict.estimates import estimate_mean
 
 
 def curve_tables(judged: JudgedPart) -> Iterator[str]:
     """One table per curve: variants down, places across."""
-    by_name: dict[str, dict[str, list[Curve]]] = {}
+    by_name: dict[str, dict[str, list[RecordCurve]]] = {}
     for line in judged.lines:
         for row in line.rows:
             for record in row.get("evaluations") or []:
@@ -28,7 +28,7 @@ def curve_tables(judged: JudgedPart) -> Iterator[str]:
         for variant, curves in variants.items():
             cells = [_cell([_at(curve, x) for curve in curves]) for x in first.x]
             rows.append([f"`{variant}`", *cells])
-        yield _table(rows)
+        yield markdown_table(rows)
 
 
 def probe_tables(judged: JudgedPart, names: Sequence[str]) -> Iterator[str]:
@@ -42,14 +42,14 @@ def probe_tables(judged: JudgedPart, names: Sequence[str]) -> Iterator[str]:
         if rows:
             layers = max(len(row) for row in rows) - 1
             head = [f"`{name}`", *(str(layer + 1) for layer in range(layers))]
-            yield _table([head, ["---"] * len(head), *rows])
+            yield markdown_table([head, ["---"] * len(head), *rows])
 
 
 def _probe(line: Line, name: str) -> list[list[float]]:
     return [row["probes"][name] for row in line.rows if name in (row.get("probes") or {})]
 
 
-def _at(curve: Curve, x: float) -> float | None:
+def _at(curve: RecordCurve, x: float) -> float | None:
     return dict(zip(curve.x, curve.y)).get(x)
 
 
@@ -62,5 +62,6 @@ def _cell(values: Sequence[Any]) -> str:
     return f"{estimate.mean:.4g}" + (f" ± {half:.2g}" if half is not None else "")
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells, the second being the rule, as Markdown."""
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)

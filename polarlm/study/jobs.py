@@ -9,7 +9,7 @@ from typing import Any
 
 from polarlm.errors import UserError
 from polarlm.runs.identity import identity_of
-from polarlm.study.plan import Job, Part, Question, Tuning
+from polarlm.study.plan import Part, PlannedRun, Question, Tuning
 
 Outcome = Callable[[str], float | None]  # identity → validation loss, inf when it failed, None when it did not run yet
 
@@ -22,7 +22,7 @@ class Planner:
         self._composed: dict[tuple[str, ...], dict[str, Any]] = {}
         self._made: dict[tuple[Any, ...], tuple[dict[str, Any], str]] = {}
 
-    def ready(self, question: Question, outcome: Outcome) -> list[Job]:
+    def ready(self, question: Question, outcome: Outcome) -> list[PlannedRun]:
         """Every job that can be named now, done or not; calling again with more outcomes names more."""
         return [
             job
@@ -31,13 +31,13 @@ class Planner:
             for job in self.variant_jobs(question, name, variant, outcome)
         ]
 
-    def variant_jobs(self, question: Question, part: str, variant: str, outcome: Outcome) -> Iterator[Job]:
+    def variant_jobs(self, question: Question, part: str, variant: str, outcome: Outcome) -> Iterator[PlannedRun]:
         """The jobs of one variant that can be named now."""
         chosen_part = question.parts[part]
         tune = question.tuning_of(chosen_part)
         value = None
         if tune:
-            trials: dict[float, Job] = {}
+            trials: dict[float, PlannedRun] = {}
             while new := next_values(tune, {v: outcome(job.identity) for v, job in trials.items()}):
                 trials |= {v: self.job(question, part, variant, "tune", v, tune.seed) for v in new}
                 if any(outcome(trials[v].identity) is None for v in new):
@@ -49,22 +49,24 @@ class Planner:
         for seed in question.seeds_of(chosen_part):
             yield self.job(question, part, variant, "seeds", value, seed)
 
-    def job(self, question: Question, part: str, variant: str, stage: str, value: float | None, seed: int) -> Job:
+    def job(
+        self, question: Question, part: str, variant: str, stage: str, value: float | None, seed: int
+    ) -> PlannedRun:
         """One run, composed and checked."""
         chosen_part = question.parts[part]
         tune = question.tuning_of(chosen_part)
         overrides = settings_of(question, chosen_part, variant, tune if stage == "tune" else None, self.extra)
-        own: dict[str, Any] = {tune.key: float(f"{value:g}")} if tune and value is not None else {}
-        key = (*overrides, *own.items(), seed)
+        tuned: dict[str, Any] = {tune.key: float(f"{value:g}")} if tune and value is not None else {}
+        key = (*overrides, *tuned.items(), seed)
         if key not in self._made:
             # Composing takes a tenth of a second, and no shipped yaml derives anything from the seed or a tuned number.
             config = copy.deepcopy(self._compose(tuple(overrides)))
-            for name, number in {**own, "seed": seed}.items():
+            for name, number in {**tuned, "seed": seed}.items():
                 set_in(config, name, number)
             self._made[key] = config, identity_of(config)
         config, identity = self._made[key]
-        overrides += [*(f"{name}={number:g}" for name, number in own.items()), f"seed={seed}"]
-        return Job(question.name, part, variant, stage, value, seed, tuple(overrides), config, identity)
+        overrides += [*(f"{name}={number:g}" for name, number in tuned.items()), f"seed={seed}"]
+        return PlannedRun(question.name, part, variant, stage, value, seed, tuple(overrides), config, identity)
 
     def _compose(self, overrides: tuple[str, ...]) -> dict[str, Any]:
         from polarlm.launch.overrides import config_loader, plan_jobs

@@ -55,24 +55,24 @@ def judge_part(question: Question, name: str, summary: Summary) -> JudgedPart | 
     rows = {variant: seed_rows(summary, name, variant, values[variant]) for variant in part.variants}
     tune = question.tuning_of(part)
     runs: dict[str, list[Run]] = {}
-    for variant, own in rows.items():
+    for variant, seed_runs in rows.items():
         settings = summary.settings.get((name, variant), {})
         tuned = {tune.key: values[variant]} if tune and values[variant] is not None else {}
-        runs[variant] = [as_run(row, {**settings, **tuned}, measure.name) for row in own]
+        runs[variant] = [as_run(row, {**settings, **tuned}, measure.name) for row in seed_runs]
     groups = [labelled(variant, runs[variant]) for variant in part.variants if runs[variant]]
     if not groups:
         return None
     compare = previous if part.compare == "previous" else against_baseline
-    told, finding, notes = compare(question, part, groups, measure)
+    verdicts, finding, notes = compare(question, part, groups, measure)
     lines = []
     for group in groups:
-        comparison, outcome, sentence = told[group.label]
+        comparison, outcome, sentence = verdicts[group.label]
         losses = seed_losses(group, measure)
         mean = estimate_mean([v if math.isfinite(v) else None for v in losses.values()])
         label = group.label
         tried = tuning_losses(summary, name, label)
         lines.append(Line(label, values[label], tried, rows[label], losses, mean, comparison, outcome, sentence))
-    return JudgedPart(measure, lines, finding, [*notes, *versions(rows)])
+    return JudgedPart(measure, lines, finding, [*notes, *versions_of_runs(rows)])
 
 
 def tuning_losses(summary: Summary, part: str, variant: str) -> dict[float, float | None]:
@@ -125,8 +125,8 @@ def against_baseline(
         margin=question.margin_of(part),
         planned_seeds=len(question.seeds_of(part)),
     )
-    told: Told = {row.group.label: (row.comparison, row.outcome, row.sentence) for row in judgement.rows}
-    return told, headline(judgement), list(judgement.notes)
+    verdicts: Told = {row.group.label: (row.comparison, row.outcome, row.sentence) for row in judgement.rows}
+    return verdicts, headline(judgement), list(judgement.notes)
 
 
 def previous(question: Question, part: Part, groups: list[Group], measure: Measure) -> tuple[Told, str, list[str]]:
@@ -144,16 +144,16 @@ def previous(question: Question, part: Part, groups: list[Group], measure: Measu
         for a, b in pairwise(groups)
     ]
     adjusted = adjust(steps)
-    told: Told = {groups[0].label: (None, "first rung", "")}
-    told |= {c.treatment: (c, c.outcome, verdict(c, measure.unit)) for c in adjusted}
+    verdicts: Told = {groups[0].label: (None, "first rung", "")}
+    verdicts |= {c.treatment: (c, c.outcome, verdict(c, measure.unit)) for c in adjusted}
     shown = [f"{c.treatment} {c.outcome} than {c.baseline}" for c in adjusted if c.outcome in ("better", "worse")]
     finding = "; ".join(shown) if shown else "No step is shown to change anything"
-    return told, finding, []
+    return verdicts, finding, []
 
 
-def versions(rows: Mapping[str, Sequence[dict[str, Any]]]) -> list[str]:
+def versions_of_runs(rows: Mapping[str, Sequence[dict[str, Any]]]) -> list[str]:
     """Which code and which torch made the runs."""
-    every = [row for own in rows.values() for row in own]
+    every = [row for of_variant in rows.values() for row in of_variant]
     commits = sorted({row["commit"] for row in every if row.get("commit")})
     torches = sorted({str(row["torch"]) for row in every if row.get("torch")})
     made = [f"code {', '.join(commits)}"] if commits else []

@@ -76,7 +76,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedRun:
     """One training run of the plan."""
 
     question: str
@@ -99,7 +99,7 @@ class Job:
 
 def plan_files() -> dict[str, Path]:
     """name → file of every question, shipped ones and those in a folder configs/study where the command is typed."""
-    places = [CONFIGS, *([own] if (own := own_configs()) else [])]
+    places = [CONFIGS, *([user_configs] if (user_configs := own_configs()) else [])]
     return {file.stem: file for place in places for file in sorted((place / FOLDER).glob("*.yaml"))}
 
 

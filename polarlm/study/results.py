@@ -9,7 +9,7 @@ from typing import Any
 
 from polarlm.runs.files import write_text
 from polarlm.runs.sweeps import key_of
-from polarlm.study.curves import curve_tables, probe_tables
+from polarlm.study.curves import curve_tables, markdown_table, probe_tables
 from polarlm.study.judge import JudgedPart, Line, check_known, judge_part
 from polarlm.study.plan import Question, every_question
 from polarlm.study.rows import PRIVATE
@@ -100,11 +100,11 @@ def section(
             lines += ["Not run yet.", ""]
             continue
         lines += [f"**{judged.finding}.**", ""]
-        if own := differently_decided(question, name):
-            lines += [own, ""]
+        if decision := differently_decided(question, name):
+            lines += [decision, ""]
         if name in words:
             lines += [words[name], ""]
-        lines += [table(question, name, judged), ""]
+        lines += [variants_table(question, name, judged), ""]
         picture = draw(f"{question.name}-{name}", judged)
         if picture:
             lines += [f"![{part.title}: differences with intervals]({picture})", ""]
@@ -136,7 +136,7 @@ def differently_decided(question: Question, name: str) -> str:
     return f"Here: {', '.join(words)}." if words else ""
 
 
-def table(question: Question, name: str, judged: JudgedPart) -> str:
+def variants_table(question: Question, name: str, judged: JudgedPart) -> str:
     """Variants in the plan's order; no ranking where nothing is shown."""
     part = question.parts[name]
     tune = question.tuning_of(part)
@@ -154,7 +154,7 @@ def table(question: Question, name: str, judged: JudgedPart) -> str:
         cells += [_flops(line), _mean(line, "seconds_per_step", ".0f", 1000)]
         cells += [str(sum(row["incidents"] for row in line.rows))] if counted else []
         rows.append(cells)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+    return markdown_table(rows)
 
 
 def details(question: Question, name: str, judged: JudgedPart) -> str:

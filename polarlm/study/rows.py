@@ -15,7 +15,7 @@ from polarlm.runs.identity import experiment_of, flatten, identity_of
 from polarlm.runs.incidents import read_incidents
 from polarlm.runs.reading import Run, read_run
 from polarlm.runs.sweeps import key_of
-from polarlm.study.plan import Job, Question
+from polarlm.study.plan import PlannedRun, Question
 
 IDENTITY_DIGITS = 16
 LONGEST_CURVE = 16  # validations kept of a run
@@ -25,7 +25,7 @@ PRIVATE = ("runs_dir", "cache_dir", "name", "group", "logger", "resume")
 LEFT_OUT_OF_RECORDS = ("protocol", "arrays", "run")
 
 
-def row_of(folder: Path, job: Job, question: Question) -> dict[str, Any]:
+def row_of(folder: Path, job: PlannedRun, question: Question) -> dict[str, Any]:
     """The row of a run folder that is this job's."""
     run = read_run(folder)
     part = question.parts[job.part]
@@ -46,7 +46,7 @@ def row_of(folder: Path, job: Job, question: Question) -> dict[str, Any]:
         "gpus": environment.get("gpus") or [],
         **{name: number for name in _metric_names(run) if (number := run.number(name)) is not None},
         **{name: _round(number, 7) for name in FACTS if (number := run.number(name)) is not None},
-        "seconds_per_step": seconds_per_step(run),
+        "seconds_per_step": step_seconds_of(run),
         "incidents": len(read_incidents(folder)),
     }
     if run.status == "failed":
@@ -65,7 +65,7 @@ def settings_of_run(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in flatten(experiment_of(config)) if key != "seed"}
 
 
-def seconds_per_step(run: Run) -> float | None:
+def step_seconds_of(run: Run) -> float | None:
     """Time of a step without validation and probes: the processor's where it is known, else the median that passed."""
     processor, steps = run.number("processor_seconds"), run.number("step")
     if processor and steps:
@@ -107,17 +107,17 @@ def evaluations_of(folder: Path) -> list[dict[str, Any]]:
     rows = []
     for record in read_evaluations(folder):
         protocol = {k: v for k, v in record["protocol"].items() if k not in ("corpus", "weights", "tokenizer")}
-        numbers = {k: rounded(v) for k, v in record.items() if k not in LEFT_OUT_OF_RECORDS}
+        numbers = {k: rounded_record(v) for k, v in record.items() if k not in LEFT_OUT_OF_RECORDS}
         rows.append({"protocol": protocol, **numbers})
     return rows
 
 
-def rounded(value: Any) -> Any:
+def rounded_record(value: Any) -> Any:
     """The same structure with five digits per number."""
     if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
+        return {key: rounded_record(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [rounded(item) for item in value]
+        return [rounded_record(item) for item in value]
     return _round(value, 5) if isinstance(value, float) else value
 
 

@@ -14,7 +14,7 @@ from polarlm.errors import UserError
 from polarlm.runs.evaluations import read_evaluations
 from polarlm.runs.sweeps import known_runs
 from polarlm.study.jobs import Planner
-from polarlm.study.plan import Job, Question
+from polarlm.study.plan import PlannedRun, Question
 from polarlm.study.rows import IDENTITY_DIGITS, row_of, settings_of_run
 from polarlm.study.summaries import read_summary, write_summary
 
@@ -52,7 +52,7 @@ class Study:
             return math.inf
         return self.rows.get(identity[:IDENTITY_DIGITS])
 
-    def jobs(self) -> list[tuple[Question, Job]]:
+    def jobs(self) -> list[tuple[Question, PlannedRun]]:
         """Every job that can be named now, by importance."""
         return [(question, job) for question in self.questions for job in self.planner.ready(question, self.outcome)]
 
@@ -65,19 +65,19 @@ class Study:
             logs = self.runs_dir / ".study" / "logs"
             if self.outcome(job.identity) is None:
                 key = ("train", job.identity)
-                own = [*job.overrides, f"runs_dir={self.runs_dir}", f"group=study-{job.question}-{job.part}"]
-                own += [] if any(text.startswith("logger") for text in own) else ["logger=none"]
-                made = PoolJob(self._number(key), own, job.label, logs / f"{job.identity[:IDENTITY_DIGITS]}.log")
+                overrides = [*job.overrides, f"runs_dir={self.runs_dir}", f"group=study-{job.question}-{job.part}"]
+                overrides += [] if any(text.startswith("logger") for text in overrides) else ["logger=none"]
+                made = PoolJob(self._number(key), overrides, job.label, logs / f"{job.identity[:IDENTITY_DIGITS]}.log")
                 missing.setdefault(key, made)
             elif settings := self.missing_evaluation(question, job):
                 key = ("eval", job.identity)
                 place = self.runs[job.identity][0]
                 log = logs / f"{job.identity[:IDENTITY_DIGITS]}-eval.log"
-                own = [f"checkpoint={place}", *settings]
-                missing.setdefault(key, PoolJob(self._number(key), own, f"{job.label}: evaluation", log, "eval"))
+                overrides = [f"checkpoint={place}", *settings]
+                missing.setdefault(key, PoolJob(self._number(key), overrides, f"{job.label}: evaluation", log, "eval"))
         return list(missing.values())
 
-    def missing_evaluation(self, question: Question, job: Job) -> tuple[str, ...]:
+    def missing_evaluation(self, question: Question, job: PlannedRun) -> tuple[str, ...]:
         """The settings of eval.py that are still to be asked of a finished run; none when it was asked, or is a row."""
         settings = question.parts[job.part].evaluate
         folder, summary = self.runs.get(job.identity, (None, {}))

@@ -49,12 +49,12 @@ class Summary:
         """The file's text: stable order, one line per row."""
         parts = {}
         for part in [*question.parts, *sorted({p for p, _ in self.settings} - set(question.parts))]:
-            own = {variant: values for (p, variant), values in self.settings.items() if p == part}
-            if own:
-                shared = _shared(list(own.values()))
+            variants = {variant: values for (p, variant), values in self.settings.items() if p == part}
+            if variants:
+                shared = _shared(list(variants.values()))
                 differ = {
-                    variant: {k: v for k, v in sorted(own[variant].items()) if k not in shared}
-                    for variant in _ordered(own, question.parts[part].variants if part in question.parts else ())
+                    variant: {k: v for k, v in sorted(variants[variant].items()) if k not in shared}
+                    for variant in _ordered(variants, question.parts[part].variants if part in question.parts else ())
                 }
                 parts[part] = {"settings": shared, "variants": differ}
         lines = [f'{{"question": {_json(self.question)},', '"parts": {']
@@ -73,9 +73,9 @@ def read_summary(folder: Path, question: str) -> Summary:
         return Summary(question)
     try:
         settings = {
-            (part, variant): {**entry["settings"], **own}
+            (part, variant): {**entry["settings"], **changes}
             for part, entry in stored["parts"].items()
-            for variant, own in entry["variants"].items()
+            for variant, changes in entry["variants"].items()
         }
         return Summary(str(stored["question"]), list(stored["rows"]), settings)
     except (KeyError, TypeError, AttributeError) as error:

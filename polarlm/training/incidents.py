@@ -98,7 +98,7 @@ class Incidents(pl.Callback):
                 incident = {"kind": "spike", "step": step, "loss": loss, "z": round(z, 1)}
                 if self.policy == "rewind":
                     return self._act(trainer, incident, what)
-                self._tell(trainer, what)
+                self._print(trainer, what)
                 self._record(trainer, {**incident, "action": "reported"})
         return None
 
@@ -127,12 +127,12 @@ class Incidents(pl.Callback):
                 f"{what}; lower optim.lr, or continue with trainer.on_nonfinite=skip or rewind from the last checkpoint"
             )
         if self.policy == "skip":
-            self._tell(trainer, f"{what}: this update is left out")
+            self._print(trainer, f"{what}: this update is left out")
             self._record(trainer, {**incident, "action": "skip"})
             return None
         back = max((int(p.stem.rpartition("_")[2]) for p in step_files(self.checkpoints)), default=0)
         skipped = trainer.global_step - back
-        self._tell(trainer, f"{what}: back to step {back}, its next {skipped} batches are left out")
+        self._print(trainer, f"{what}: back to step {back}, its next {skipped} batches are left out")
         self._record(trainer, {**incident, "action": "rewind", "after_step": back, "skipped_batches": skipped})
         self.rewound = True
         self.discard()
@@ -158,7 +158,7 @@ class Incidents(pl.Callback):
             write_json(self.file, [*others, incident])
         trainer.strategy.barrier()
 
-    def _tell(self, trainer: pl.Trainer, text: str) -> None:
+    def _print(self, trainer: pl.Trainer, text: str) -> None:
         if trainer.is_global_zero:
             print(f"warning: {text}", file=sys.stderr, flush=True)
 

@@ -70,7 +70,7 @@ def build_job(config: dict[str, Any]) -> Job:
     return Job(config, corpus, model, data, plan, steps, schedule, *chosen)
 
 
-def headline(job: Job, folder: Path, *, again: bool) -> str:
+def describe_job(job: Job, folder: Path, *, again: bool) -> str:
     """What is about to happen, in three lines, and a fourth where `auto` chose something."""
     choices, plan = job.config["choices"], job.plan
     tokens = len(job.corpus.store("train"))

@@ -17,10 +17,10 @@ from polarlm.runs.sweeps import RESULT_VARIABLE
 from polarlm.training.finish import finish
 from polarlm.training.fit import fit
 from polarlm.training.hardware import use_tensor_cores
-from polarlm.training.job import build_job, headline
+from polarlm.training.job import build_job, describe_job
 from polarlm.training.loggers.sinks import build_loggers, finish_loggers
 from polarlm.training.quiet import quiet_libraries
-from polarlm.training.ranks import forget_folder, is_first, tell_folder, told_folder
+from polarlm.training.ranks import forget_folder, is_first, share_folder, shared_folder
 from polarlm.training.signals import SignOfLife
 
 
@@ -42,17 +42,17 @@ def train_run(config: dict[str, Any], pictures: Callable[[Path], Any] | None = N
     refuse_secrets(config)
     job = build_job(config)
     if not is_first():
-        fit(job, told_folder())
+        fit(job, shared_folder())
         return None
     folder, lock, again = open_run(config, job.corpus, job.model.parameter_count())
     loggers: list[Any] = []
     status = "finished"
     try:
-        print(headline(job, folder, again=again), file=sys.stderr, flush=True)
+        print(describe_job(job, folder, again=again), file=sys.stderr, flush=True)
         chosen = {"accelerator": job.accelerator, "precision": job.precision, "compiled": job.compiled}
         known = read_json(folder / "environment.json") or {}
         write_json(folder / "environment.json", {**known, "chosen": {**chosen, "reasons": job.reasons}})
-        tell_folder(folder)
+        share_folder(folder)
         loggers = build_loggers(config, folder)
         fit(job, folder, loggers, extra=[SignOfLife(lock)])
         summary = finish(job, folder, pictures)

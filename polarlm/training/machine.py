@@ -31,14 +31,14 @@ def cpu_speed() -> Speed:
         path = cache_folder() / f"speed-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
         return Speed(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
-        speed = measure()
+        speed = measure_products()
         path.write_text(json.dumps(asdict(speed)), encoding="utf-8")
         return speed
     except (OSError, ValueError, TypeError):  # no place to remember it, or half a file
-        return measure()
+        return measure_products()
 
 
-def measure(clock: Callable[[], float] = time.perf_counter) -> Speed:
+def measure_products(clock: Callable[[], float] = time.perf_counter) -> Speed:
     """The best of a few products in each precision; the run's own random numbers are left alone."""
     drawn = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(0))
     rates = []

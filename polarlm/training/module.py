@@ -105,8 +105,8 @@ def renumber(state: dict[str, Any], optimiser: torch.optim.Optimizer, model: tor
     """
     in_model = {id(parameter): number for number, parameter in enumerate(model.parameters())}
     parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
-    numbers = {own: in_model[id(parameter)] for own, parameter in enumerate(parameters)}
-    state["state"] = {numbers[own]: values for own, values in state["state"].items()}
+    numbers = {index: in_model[id(parameter)] for index, parameter in enumerate(parameters)}
+    state["state"] = {numbers[index]: values for index, values in state["state"].items()}
     state["param_groups"] = [
-        {**group, "params": [numbers[own] for own in group["params"]]} for group in state["param_groups"]
+        {**group, "params": [numbers[index] for index in group["params"]]} for group in state["param_groups"]
     ]

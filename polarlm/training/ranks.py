@@ -26,7 +26,7 @@ def is_first() -> bool:
     return os.environ.get("NODE_RANK", "0") == "0"
 
 
-def tell_folder(folder: Path) -> None:
+def share_folder(folder: Path) -> None:
     """Rank 0: let the other processes know."""
     os.environ[FOLDER_VARIABLE] = str(folder.resolve())
     if _torchrun():
@@ -38,7 +38,7 @@ def tell_folder(folder: Path) -> None:
         os.replace(beside, _slurm_file())
 
 
-def told_folder() -> Path:
+def shared_folder() -> Path:
     """The other ranks: wait until rank 0 has chosen."""
     if _torchrun():
         return Path(_store().get(_key()).decode())

@@ -49,11 +49,11 @@ class ShardedStrategy(ModelParallelStrategy):
         except (FloatingPointError, OSError, UserError) as error:
             problem = error
         everyone = self._from_all((checksums, None if problem is None else str(problem)))
-        told = [f"process {number}: {text}" for number, (_, text) in enumerate(everyone) if text]
-        if told:
+        problems = [f"process {number}: {text}" for number, (_, text) in enumerate(everyone) if text]
+        if problems:
             if self.is_global_zero:
                 remove_folder(folder)
-            raise problem or UserError(told[0])
+            raise problem or UserError(problems[0])
         if self.is_global_zero:
             for place in (folder, folder.parent, path.parent):
                 flush_folder(place)
@@ -70,7 +70,7 @@ class ShardedStrategy(ModelParallelStrategy):
         path = newest_usable(Path(checkpoint_path).parent, self._verify_together, warn=self.is_global_zero)
         assert path is not None and self.model is not None
         head = load_head(path, mmap=True)
-        source = Source(path, head)
+        source = CheckpointRows(path, head)
         source.load_weights(self.model, head.pop("state_dict"))
         for optimiser, state in zip(self.optimizers, head.pop("optimizer_states"), strict=True):
             source.load_optimiser(optimiser, state)
@@ -117,7 +117,7 @@ def span_of(tensor: DTensor) -> tuple[int, int]:
     return begin, begin + tensor.to_local().shape[0]
 
 
-class Source:
+class CheckpointRows:
     """Rows of the tensors of a checkpoint, whole or sharded."""
 
     def __init__(self, path: Path, head: dict[str, Any]) -> None:
@@ -133,11 +133,11 @@ class Source:
     @torch.no_grad()
     def load_weights(self, module: torch.nn.Module, stored: dict[str, Any]) -> None:
         """Copy the stored weights into the module's own."""
-        own = module.state_dict(keep_vars=True)
-        if own.keys() != stored.keys():
-            wrong = sorted(own.keys() ^ stored.keys())
+        weights = module.state_dict(keep_vars=True)
+        if weights.keys() != stored.keys():
+            wrong = sorted(weights.keys() ^ stored.keys())
             raise UserError(f"{self.path} does not fit the model: {', '.join(wrong[:5])} in only one of them")
-        for name, tensor in own.items():
+        for name, tensor in weights.items():
             if isinstance(tensor, DTensor):
                 tensor.to_local().copy_(self.rows(stored[name], PARTS["state_dict"], tensor))
             else:

@@ -24,7 +24,7 @@ FARTHEST = 4.0  # times the cost of the reference's whole run
 
 
 @dataclass(frozen=True)
-class Curve:
+class LossCurve:
     """Validations of one run: costs so far by currency, and the loss at each."""
 
     costs: Mapping[str, np.ndarray]
@@ -53,7 +53,7 @@ class Gain:
         return f"{f.mean:.2f}× the {self.currency}{between}"
 
 
-def cost_at(curve: Curve, currency: str, loss: float) -> float | None:
+def cost_at(curve: LossCurve, currency: str, loss: float) -> float | None:
     """What the run of this curve spent (or would have to spend) until it reached `loss`; None if nobody can tell."""
     cost = np.asarray(curve.costs.get(currency, ()), dtype=float)
     if len(cost) != len(curve.losses):
@@ -81,7 +81,7 @@ def cost_at(curve: Curve, currency: str, loss: float) -> float | None:
     return float(cost[-1] * math.exp(min(needed, math.log(FARTHEST))))
 
 
-def gains(ours: Mapping[int, Curve], theirs: Mapping[int, Curve], seeds: Sequence[int]) -> list[Gain]:
+def gains(ours: Mapping[int, LossCurve], theirs: Mapping[int, LossCurve], seeds: Sequence[int]) -> list[Gain]:
     """The gain in every currency over paired seeds, weakest first."""
     results = []
     paired = [curve for seed in seeds for curve in (ours.get(seed), theirs.get(seed)) if curve is not None]
@@ -89,10 +89,10 @@ def gains(ours: Mapping[int, Curve], theirs: Mapping[int, Curve], seeds: Sequenc
     for currency in (*CURRENCIES[:2], PROCESSOR if undisturbed else CURRENCIES[2]):
         factors = []
         for seed in seeds:
-            own, reference = ours.get(seed), theirs.get(seed)
-            if own is None or reference is None or not len(own.losses) or currency not in own.costs:
+            curve, reference = ours.get(seed), theirs.get(seed)
+            if curve is None or reference is None or not len(curve.losses) or currency not in curve.costs:
                 continue
-            spent, needed = own.costs[currency][-1], cost_at(reference, currency, float(own.losses[-1]))
+            spent, needed = curve.costs[currency][-1], cost_at(reference, currency, float(curve.losses[-1]))
             if needed is not None and spent > 0:
                 factors.append(needed / spent)
         if factors:

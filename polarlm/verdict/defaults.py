@@ -13,18 +13,18 @@ def shipped_default(key: str, choices: dict[str, Any]) -> Any:
     """The default of a dotted key such as `block.nu_t` under the choices of a run (block=polar), or None if unknown."""
     group, _, name = key.partition(".")
     choice = choices.get(group)
-    return _settings(group, str(choice)).get(name) if choice and name else None
+    return shipped_settings(group, str(choice)).get(name) if choice and name else None
 
 
 @cache
-def _settings(group: str, choice: str) -> dict[str, Any]:
+def shipped_settings(group: str, choice: str) -> dict[str, Any]:
     """The settings of configs/<group>/<choice>.yaml on top of those of the files that it starts from."""
     path = CONFIGS / group / f"{choice}.yaml"
     if Path(choice).name != choice or not path.is_file():
         return {}  # a choice of the user's own, or of another version
-    own: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True) or {}  # what a recipe may change: without one
+    settings: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True) or {}  # without recipe
     merged: dict[str, Any] = {}
-    for base in own.pop("defaults", []):
+    for base in settings.pop("defaults", []):
         if isinstance(base, str) and base != "_self_":
-            merged |= _settings(group, base)
-    return merged | {str(k): v for k, v in own.items()}
+            merged |= shipped_settings(group, base)
+    return merged | {str(k): v for k, v in settings.items()}

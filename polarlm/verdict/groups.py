@@ -70,10 +70,10 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         group = (run.block, json.dumps(varied, sort_keys=True, default=str))
         members.setdefault(group, []).append(run)
         settings[group] = varied
-    said = _distinguishing([(block, settings[block, text]) for block, text in members])
+    distinguishing = _distinguishing([(block, settings[block, text]) for block, text in members])
     groups = [
         Group(
-            " · ".join([block, *_words({k: v for k, v in settings[block, text].items() if k in said})]),
+            " · ".join([block, *_words({k: v for k, v in settings[block, text].items() if k in distinguishing})]),
             block,
             settings[block, text],
             tuple(sorted(runs_of_group, key=lambda r: (r.seed, r.name))),
@@ -121,8 +121,8 @@ def settings_apart(a: Group, b: Group) -> int:
 
 def follows_from_block(groups: Sequence[Group]) -> dict[str, dict[str, Any]]:
     """setting → block → value, of settings that vary but are left out of the labels because the block decides them."""
-    said = _distinguishing([(g.block, g.varied) for g in groups])
-    keys = sorted({key for g in groups for key in g.varied} - said)
+    distinguishing = _distinguishing([(g.block, g.varied) for g in groups])
+    keys = sorted({key for g in groups for key in g.varied} - distinguishing)
     return {key: {g.block: g.varied.get(key) for g in groups} for key in keys if not key.startswith("block.")}
 
 

@@ -10,7 +10,7 @@ from polarlm.runs.reading import Run
 from polarlm.verdict.arrangement import choose_baselines, ladder
 from polarlm.verdict.budget import Budget, budget_gaps, is_fair, unfair_reason
 from polarlm.verdict.comparison import Comparison, compare_seeds
-from polarlm.verdict.currencies import PROCESSOR, Curve, Gain, gains
+from polarlm.verdict.currencies import PROCESSOR, Gain, LossCurve, gains
 from polarlm.verdict.estimates import Estimate, estimate_mean
 from polarlm.verdict.family import adjust
 from polarlm.verdict.groups import Group
@@ -254,7 +254,7 @@ def _budget(group: Group) -> Budget:
     )
 
 
-def _curves(group: Group, measure: Measure) -> dict[int, Curve]:
+def _curves(group: Group, measure: Measure) -> dict[int, LossCurve]:
     """The validation curve of each finished seed; the curve's own metric is validation, whatever split is judged."""
     name = f"val/{measure.key}"
     curves = {}
@@ -266,5 +266,5 @@ def _curves(group: Group, measure: Measure) -> dict[int, Curve]:
         per_token = run.number("flops_per_token")
         flops = stream["tokens"] * per_token if per_token else stream["flops"]
         costs = {"tokens": stream["tokens"], "FLOPs": flops, "seconds": stream["seconds"]}
-        curves[run.seed] = Curve(costs | {PROCESSOR: stream["processor_seconds"]}, losses)
+        curves[run.seed] = LossCurve(costs | {PROCESSOR: stream["processor_seconds"]}, losses)
     return curves

@@ -20,7 +20,7 @@ SHARES = (0.25, 0.5)
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrialPlan:
     """What a trial will do; `trial.yaml` holds exactly this."""
 
     blocks: tuple[str, ...]  # the first is the reference
@@ -40,7 +40,7 @@ class Plan:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Plan":
+    def from_dict(cls, values: Mapping[str, Any]) -> "TrialPlan":
         """The plan of a yaml file; unknown or missing keys are refused."""
         names = {field.name for field in fields(cls)}
         if not isinstance(values, Mapping) or set(values) != names:
@@ -48,7 +48,7 @@ class Plan:
         plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         return cls(**plain)
 
-    def check(self) -> "Plan":
+    def check(self) -> "TrialPlan":
         """The same plan, or one sentence about what is wrong with it."""
         if len(self.blocks) < 2 or len(set(self.blocks)) < len(self.blocks):
             raise UserError(f"A trial compares at least two different blocks; found {', '.join(self.blocks) or 'none'}")
@@ -71,12 +71,12 @@ class Round:
     learning_rates: tuple[float, ...]
 
 
-def first_round(plan: Plan) -> Round:
+def first_round(plan: TrialPlan) -> Round:
     """Every learning rate on a quarter of the steps."""
     return Round(max(2, round(SHARES[0] * plan.steps)), tuple(sorted(plan.learning_rates)))
 
 
-def next_round(plan: Plan, before: Round, losses: Mapping[float, float | None]) -> Round | None:
+def next_round(plan: TrialPlan, before: Round, losses: Mapping[float, float | None]) -> Round | None:
     """The better half of the rates on more steps; None when the search is over."""
     number = next((i for i, s in enumerate(SHARES) if max(2, round(s * plan.steps)) == before.steps), len(SHARES)) + 1
     if number >= len(SHARES):
@@ -95,7 +95,7 @@ def ranked(losses: Mapping[float, float | None]) -> list[float]:
     return sorted(losses, key=place)
 
 
-def edge_note(block: str, rate: float, plan: Plan) -> str | None:
+def edge_note(block: str, rate: float, plan: TrialPlan) -> str | None:
     """A best rate at the end of the grid may not be the best: say so."""
     grid = sorted(plan.learning_rates)
     if rate not in (grid[0], grid[-1]):

@@ -140,11 +140,15 @@ def test_xsa_is_attention_and_the_published_two_lines():  # M1
     torch.testing.assert_close(record["update"], y - (y * unit).sum(-1, keepdim=True) * unit)
 
 
-def test_xsa_in_some_layers_only_leaves_the_others_standard():
-    plain, exclusive = StandardAttention(shape()), ExclusiveAttention(shape(), layers=[1])
-    exclusive.load_state_dict(plain.state_dict())
-    x = torch.randn(2, LENGTH, WIDTH)
-    torch.testing.assert_close(exclusive(x, TokenContext(rotary(plain))), plain(x, TokenContext(rotary(plain))))
+def test_xsa_in_some_layers_is_xsa_there_and_standard_elsewhere():
+    plain, everywhere = StandardAttention(shape()), ExclusiveAttention(shape())
+    x, context = torch.randn(2, LENGTH, WIDTH), TokenContext(rotary(plain))
+    everywhere.load_state_dict(plain.state_dict())
+    for layers, expected in (([1], plain), ([0], everywhere), ([0, 1], everywhere)):  # this is layer 0
+        exclusive = ExclusiveAttention(shape(), layers=layers)
+        exclusive.load_state_dict(plain.state_dict())
+        torch.testing.assert_close(exclusive(x, context), expected(x, context))
+    assert not torch.allclose(plain(x, context), everywhere(x, context), atol=0.01)
 
 
 def test_value_rotation_is_pairwise_transport():  # M1 for standard_rove

@@ -1,5 +1,6 @@
 """Polar's own promises: units, initial values, tangency, radial channel, switches, bad input."""
 
+import dataclasses
 import math
 
 import pytest
@@ -13,6 +14,7 @@ from polarlm.attention import (
     StandardAttention,
     TokenContext,
 )
+from polarlm.attention.estimator import decay_rates
 from polarlm.errors import UserError
 from polarlm.geometry import rotary_tables
 from polarlm.model import GPT, GPTConfig
@@ -205,6 +207,15 @@ def test_parameters_are_learned_or_frozen_one_by_one():
     learned = {name.split(".")[1] for name, _ in mixer.named_parameters() if name.startswith("estimator")}
     assert learned.isdisjoint({"alpha", "mu", "nu_t"})
     assert {"eta_tq", "eta_tk", "sigma_t0", "m_inf", "beta", "nu_r", "eta_rq", "eta_rk", "sigma_r0"} <= learned
+
+
+def test_decay_rates_are_spread_over_the_heads():
+    rates = decay_rates("mu", 0.2, spread=True, heads=8)
+    torch.testing.assert_close(rates, torch.tensor([0, 0, *(0.2 * 10 ** -(2 - 0.4 * i) for i in range(6))]).double())
+    torch.testing.assert_close(decay_rates("mu", 0.2, spread=False, heads=8), torch.full((8,), 0.2).double())
+    shape = dataclasses.replace(SHAPE, n_head=8, n_kv_head=8, head_dim=4)
+    of_block = PolarAttention(shape, mu=0.2).estimator.read()["mu"]
+    torch.testing.assert_close(of_block.double(), rates)
 
 
 def test_heads_without_decay_stay_without_decay():

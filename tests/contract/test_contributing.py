@@ -70,8 +70,8 @@ def test_the_tests_of_a_copy_with_the_examples_find_and_accept_them(extended):
     contract = "difference and (past or cached or documents or float64 or record)"
     chosen = f"({contract}) or bits_per_character or (test_values and standard)"
     files = ("tests/contract/test_block_contract.py", "tests/evaluation/test_metrics.py", "tests/diagnostics")
-    told = run(extended, "-m", "pytest", "-v", "-p", "no:xdist", "-k", chosen, *files)
-    passed = [line for line in told.splitlines() if " PASSED" in line]
+    output = run(extended, "-m", "pytest", "-v", "-p", "no:xdist", "-k", chosen, *files)
+    passed = [line for line in output.splitlines() if " PASSED" in line]
     assert sum("test_block_contract" in line and "[difference" in line for line in passed) >= 5
     assert any("test_bits_per_character_of_a_coin_per_character" in line for line in passed)
     assert any("test_values" in line and "standard" in line for line in passed)

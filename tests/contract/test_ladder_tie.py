@@ -5,7 +5,7 @@ import torch
 
 from polarlm.model import GPT, GPTConfig
 from polarlm.training.optimisers.adamw import adamw
-from polarlm.training.optimisers.groups import parameter_groups
+from polarlm.training.optimisers.groups import parameter_groups, parameter_roles
 from tests.contract.conftest import VOCAB, mixer_of
 
 STEPS = 20
@@ -53,7 +53,7 @@ def test_equal_weights_give_equal_losses_step_by_step():
 @pytest.mark.parametrize("init", ["width", "gpt2"])
 def test_they_start_alike_and_are_decayed_alike(init):
     standard, polar = models(init)
-    groups = [parameter_groups(model) for model in (standard, polar)]
+    groups = [parameter_groups(parameter_roles(model)) for model in (standard, polar)]
     for name in groups[0]:
         sizes = [sum(parameter.numel() for parameter in group[name]) for group in groups]
         assert sizes[0] == sizes[1], name

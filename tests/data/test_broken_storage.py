@@ -17,7 +17,7 @@ import pytest
 
 from polarlm.data import Corpus, LMDataModule, build_corpus
 from polarlm.data import atomic as atomic_module
-from polarlm.data.atomic import write_beside, write_json
+from polarlm.data.atomic import write_beside, write_sorted_json
 from polarlm.data.order.packing import PackedSequences
 from tests.data.conftest import made_up_documents
 from tests.data.refusals import FullDisk, refused
@@ -44,7 +44,7 @@ def test_a_full_disk_names_the_file_and_what_is_needed_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "summary.json"
-    write_json(target, {"old": True})
+    write_sorted_json(target, {"old": True})
     with monkeypatch.context() as patch:
         FullDisk(patch, 0)
         refused(lambda: write_beside(target, b"x" * 5_000_000), "disk is full", "summary.json", "5.0 MB are needed")
@@ -170,8 +170,8 @@ def test_a_damaged_cache_is_rebuilt_as_it_was(
     DAMAGES[damage](corpus.folder)
     again = corpus_of(documents, "bpe", section_bytes=10_000)
     assert files(again.folder) == intact and again.folder == corpus.folder
-    told = capsys.readouterr().err.strip().splitlines()
-    assert len(told) == 1 and str(corpus.folder) in told[0]
+    messages = capsys.readouterr().err.strip().splitlines()
+    assert len(messages) == 1 and str(corpus.folder) in messages[0]
 
 
 def test_a_damaged_packing_plan_is_made_again(documents: list[str], corpus_of: Build) -> None:

@@ -64,7 +64,7 @@ def test_verify_finds_damage_and_repairs_it(choices: list[str], capsys: pytest.C
     assert run("verify", *choices) == 1 and "not prepared yet" in capsys.readouterr().out
     run("prepare", *choices)
     assert run("verify", *choices) == 0 and "all intact" in capsys.readouterr().out
-    prepared = corpus.prepared_corpus(*commands.compose(choices))
+    prepared = corpus.prepared_corpus(*commands.data_settings(choices))
     assert prepared is not None
     shard = prepared.folder / "train-00000.bin"
     intact = shard.read_bytes()

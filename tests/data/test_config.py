@@ -4,8 +4,8 @@ from dataclasses import asdict, fields
 
 import yaml
 
-from polarlm.data.commands import compose
-from polarlm.data.config import DataConfig, read_config
+from polarlm.data.commands import data_settings
+from polarlm.data.config import DataConfig, read_data_config
 from polarlm.data.tokenizers.config import TokenizerConfig, read_tokenizer_config
 from polarlm.locations import CONFIGS
 
@@ -20,13 +20,13 @@ def test_the_common_yaml_and_the_schema_agree() -> None:
 
 
 def test_a_key_left_out_is_the_yaml_of_its_corpus() -> None:
-    assert read_config(compose(["data=text"])[0]) == DataConfig()
+    assert read_data_config(data_settings(["data=text"])[0]) == DataConfig()
 
 
 def test_the_tokenizer_yaml_and_the_schema_agree() -> None:
     defaults = asdict(TokenizerConfig())
     for name in ("bpe", "file", "gpt2"):
-        shipped = compose([f"tokenizer={name}"])[1]
+        shipped = data_settings([f"tokenizer={name}"])[1]
         chosen = {"kind", "vocab_size", "hub", "revision", "local"}  # what the choice is about
         assert {k: v for k, v in shipped.items() if k not in chosen} == {
             k: list(defaults[k]) if isinstance(defaults[k], tuple) else defaults[k] for k in shipped if k not in chosen

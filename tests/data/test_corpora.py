@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from polarlm.data import Corpus, LMDataModule, build_corpus
-from polarlm.data.commands import compose, corpora
-from polarlm.data.config import read_config
+from polarlm.data.commands import corpora, data_settings
+from polarlm.data.config import read_data_config
 from polarlm.data.corpus import find_damage
 from polarlm.data.tokenizers.config import read_tokenizer_config
 from polarlm.errors import UserError
@@ -18,14 +18,14 @@ NAMES = corpora()
 
 
 def prepared(choices: list[str], cache: Path) -> Corpus:
-    data, tokenizer, _ = compose(choices)
+    data, tokenizer, _ = data_settings(choices)
     return build_corpus(data, tokenizer, cache)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_shipped_corpus_has_valid_settings(name: str) -> None:
-    data, tokenizer, _ = compose([f"data={name}"])
-    config = read_config(data)
+    data, tokenizer, _ = data_settings([f"data={name}"])
+    config = read_data_config(data)
     read_tokenizer_config(tokenizer)
     assert config.name == name
     assert config.hub is None or name == "hub" or len(config.hub.revision or "") == 40  # pinned
@@ -33,13 +33,13 @@ def test_every_shipped_corpus_has_valid_settings(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["byte", "char", "word", "bpe", "gpt2", "file"])
 def test_every_shipped_tokenizer_has_valid_settings(name: str) -> None:
-    kind = read_tokenizer_config(compose([f"tokenizer={name}"])[1]).kind
+    kind = read_tokenizer_config(data_settings([f"tokenizer={name}"])[1]).kind
     assert kind == name or name == "gpt2"
 
 
 def test_a_mistyped_corpus_lists_the_right_ones() -> None:
     with pytest.raises(UserError, match=r"data=wiki2 does not exist\. Did you mean wikitext2.*Choices: c4, enwik8"):
-        compose(["data=wiki2"])
+        data_settings(["data=wiki2"])
 
 
 def test_corpora_without_files_say_what_is_missing(tmp_path: Path) -> None:

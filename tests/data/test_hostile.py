@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from polarlm.data import Corpus, build_corpus, load_tokenizer
-from polarlm.data.config import read_config
+from polarlm.data.config import read_data_config
 from polarlm.data.tokenizers.bpe import SubwordTokenizer
 from tests.data.refusals import refused
 
@@ -68,7 +68,7 @@ def test_only_the_web_is_downloaded_from(tmp_path: Path, url: str) -> None:
     ],
 )
 def test_wrong_values_are_refused_before_anything_is_read(given: dict[str, Any], part: str) -> None:
-    assert refused(lambda: read_config(given), part).startswith("data.")
+    assert refused(lambda: read_data_config(given), part).startswith("data.")
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

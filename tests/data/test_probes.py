@@ -12,8 +12,8 @@ import torch
 
 from polarlm.data import Corpus, LMDataModule, build_corpus
 from polarlm.data.baselines import ngram_losses
-from polarlm.data.commands import compose
-from polarlm.data.probes import Permutations, Probe, Recall
+from polarlm.data.commands import data_settings
+from polarlm.data.probes import Permutations, ProbeTask, Recall
 from polarlm.errors import UserError
 from polarlm.ignored import IGNORED
 
@@ -181,7 +181,7 @@ def test_impossible_tasks_are_refused(options: dict[str, Any], part: str, tmp_pa
 
 
 def test_a_task_brings_its_symbols(tmp_path: Path) -> None:
-    assert compose(["data=mqar"])[1]["kind"] == compose(["data=permutations"])[1]["kind"] == "word"
+    assert data_settings(["data=mqar"])[1]["kind"] == data_settings(["data=permutations"])[1]["kind"] == "word"
     with pytest.raises(UserError, match=r"data=mqar consists of symbols: it needs tokenizer=word, not kind byte"):
         build_corpus({"name": "mqar", "source": "mqar"}, {"kind": "byte"}, tmp_path)
     parts = {"a": {"name": "mqar", "source": "mqar"}}
@@ -193,7 +193,7 @@ def test_a_task_brings_its_symbols(tmp_path: Path) -> None:
 
 def test_the_shipped_lengths() -> None:
     for name, length, pairs in (("mqar", 64, 4), ("mqar_128", 128, 8), ("mqar_256", 256, 16)):
-        chosen = compose([f"data={name}"])[0]
+        chosen = data_settings([f"data={name}"])[0]
         assert (chosen["name"], chosen["mqar"]["length"], chosen["mqar"]["pairs"]) == (name, length, pairs)
 
 
@@ -228,7 +228,7 @@ def test_every_probe_has_a_yaml() -> None:
     from polarlm.data.probes import PROBES
 
     for name, kind in PROBES.items():
-        data, _, _ = compose([f"data={name}"])
+        data, _, _ = data_settings([f"data={name}"])
         shipped = {key: value for key, value in data[name].items()}
         defaults = kind()
-        assert isinstance(defaults, Probe) and shipped == {key: getattr(defaults, key) for key in shipped}
+        assert isinstance(defaults, ProbeTask) and shipped == {key: getattr(defaults, key) for key in shipped}

@@ -129,8 +129,8 @@ def test_slurm_with_two_machines(workshop, alone, strategy):
             )
         )
     codes = [task.wait(1500) for task in tasks]
-    told = "\n".join((workshop.folder / f"{name}-{rank}.txt").read_text() for rank in (0, 1))
-    assert codes == [0, 0], told
+    output = "\n".join((workshop.folder / f"{name}-{rank}.txt").read_text() for rank in (0, 1))
+    assert codes == [0, 0], output
     assert_like(workshop.rows(name), alone)
     assert not list((workshop.folder / "runs" / ".slurm").iterdir())  # the note for the other task is gone
 

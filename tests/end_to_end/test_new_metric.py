@@ -41,8 +41,8 @@ def test_a_row_of_the_table_reaches_validation_eval_table_wandb_report_and_csv(t
         return done.stdout + done.stderr
 
     small = [*TINY, "trainer.max_steps=6", "logger=wandb", "cache_dir=cache"]
-    told = run("train", "data=text", "data.path=text.txt", *small, "name=a")
-    assert "bits/char" in told
+    output = run("train", "data=text", "data.path=text.txt", *small, "name=a")
+    assert "bits/char" in output
     folder = tmp_path / "runs" / "a"
     summary = json.loads((folder / "summary.json").read_text())
     value = summary["val/bits_per_character"]

@@ -57,10 +57,10 @@ def test_a_wrong_command_is_one_sentence(line, capsys, tmp_path, monkeypatch):
     typed, *words = (part.strip() for part in line.split("|"))
     monkeypatch.chdir(tmp_path)
     assert cli.main(typed.split()) == 2
-    told = capsys.readouterr().err.strip()
-    assert told.startswith("error: ") and "\n" not in told
+    message = capsys.readouterr().err.strip()
+    assert message.startswith("error: ") and "\n" not in message
     for word in words:
-        assert word in told
+        assert word in message
     assert list(tmp_path.iterdir()) == []
 
 

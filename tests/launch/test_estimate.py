@@ -25,7 +25,7 @@ def varied(base, seed=1, steps=1000, width=None, block=None):
 def test_every_kind_is_measured_once_and_the_steps_are_counted(base, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        estimate, "measure", lambda kinds, threads: asked.append(len(kinds)) or dict.fromkeys(kinds, 0.5)
+        estimate, "measure_kinds", lambda kinds, threads: asked.append(len(kinds)) or dict.fromkeys(kinds, 0.5)
     )
     jobs = [varied(base, seed) for seed in (1, 2)] + [varied(base, steps=200), varied(base, width=64)]
     assert estimate.seconds_of_jobs(jobs) == [500, 500, 100, 500]
@@ -35,7 +35,7 @@ def test_every_kind_is_measured_once_and_the_steps_are_counted(base, monkeypatch
 def test_of_many_kinds_one_per_block_is_measured_and_flops_do_the_rest(base, monkeypatch):
     monkeypatch.setattr(estimate, "MOST_KINDS", 1)
     monkeypatch.setattr(estimate, "flops_of_step", lambda config: config["model"]["d_model"])
-    monkeypatch.setattr(estimate, "measure", lambda kinds, threads: dict.fromkeys(kinds, 2.0))
+    monkeypatch.setattr(estimate, "measure_kinds", lambda kinds, threads: dict.fromkeys(kinds, 2.0))
     jobs = [varied(base, width=32), varied(base, width=64), varied(base, width=128)]
     assert estimate.seconds_of_jobs(jobs) == [500, 1000, 2000]  # the last of the block was measured
 

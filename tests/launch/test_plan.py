@@ -34,7 +34,7 @@ def test_time_follows_from_counted_flops_and_the_published_peak(text):
 
 
 @pytest.mark.parametrize(
-    ("typed", "told"),
+    ("typed", "words"),
     [
         ("gpu=h101 gpus=8", ["h101", "h100", "a100"]),
         ("gpus=8", ["gpu=", "h100"]),
@@ -49,11 +49,11 @@ def test_time_follows_from_counted_flops_and_the_published_peak(text):
         ("gpu=h100 gpus=8 tokenizer=char", ["vocab="]),
     ],
 )
-def test_a_wrong_plan_is_one_sentence(capsys, typed, told):
+def test_a_wrong_plan_is_one_sentence(capsys, typed, words):
     assert main(["inspect", "--plan", *typed.split()]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1, captured
-    for word in told:
+    for word in words:
         assert word in captured.err
 
 

@@ -1,10 +1,11 @@
 """A model is called by a size's name only if it has that size."""
 
-from polarlm.launch.train import named_sizes, size_name
+from polarlm.launch.train import size_name
+from polarlm.verdict.defaults import shipped_settings
 
 
 def test_changed_sizes_lose_the_name_and_other_settings_keep_it():
-    nano = named_sizes("nano")
+    nano = shipped_settings("model", "nano")
     assert size_name(nano, "nano") == "nano"
     assert size_name({**nano, "dropout": 0.1, "context": 64}, "nano") == "nano"
     assert size_name({**nano, "d_model": 64}, "nano") == "4x64"

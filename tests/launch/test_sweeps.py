@@ -80,8 +80,8 @@ def test_status_names_finished_and_waiting_jobs(tmp_path, base, capsys):
     write_run(tmp_path / "one", jobs[0], "finished", 1.25)
     options = argparse.Namespace(group="pair", runs=str(tmp_path))
     assert show_status(options) == 1
-    told = capsys.readouterr().out
-    assert "1 finished, 1 waiting" in told and "val loss 1.2500" in told and "optim.lr" not in told
+    output = capsys.readouterr().out
+    assert "1 finished, 1 waiting" in output and "val loss 1.2500" in output and "optim.lr" not in output
     write_run(tmp_path / "two", jobs[1], "finished")
     assert show_status(options) == 0
     with pytest.raises(UserError, match="Did you mean pair"):

@@ -10,7 +10,7 @@ import yaml
 
 from polarlm.errors import UserError
 from polarlm.launch import trial
-from polarlm.verdict.trials import Plan, edge_note, first_round, next_round, ranked, seconds_of
+from polarlm.verdict.trials import TrialPlan, edge_note, first_round, next_round, ranked, seconds_of
 from tests.synthetic_runs import write_run
 
 BEST = {"standard": 0.003, "polar": 0.001, "xsa": 0.001}
@@ -28,7 +28,7 @@ def plan(**changes):
         "most_seeds": 8,
         "budget_seconds": 1e6,
     }
-    return Plan(**(values | changes))
+    return TrialPlan(**(values | changes))
 
 
 class FakeTrainer:

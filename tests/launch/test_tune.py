@@ -29,20 +29,20 @@ class FakeJob:
         config = tune.trial_config(options, self.rate)
         self.folder = Path(config["runs_dir"]) / default_name(config)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.result, self.told, self.returncode = Path(environment[RESULT_VARIABLE]), 0, None
+        self.result, self.rows, self.returncode = Path(environment[RESULT_VARIABLE]), 0, None
         self.loss = 2 + abs(math.log10(self.rate) + 2)
         FakeJob.kept.append(self)
 
     def poll(self):
-        if self.told == 3 and self.returncode is None:
+        if self.rows == 3 and self.returncode is None:
             self.returncode = self.code
             if not self.code:
                 (self.folder / "summary.json").write_text(json.dumps({"val/loss": self.loss}))
                 self.result.write_text(str(self.folder))
         if self.returncode is None:
-            self.told += 1
+            self.rows += 1
             with (self.folder / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps({"step": 10 * self.told, "val/loss": self.loss + 1 / self.told}) + "\n")
+                file.write(json.dumps({"step": 10 * self.rows, "val/loss": self.loss + 1 / self.rows}) + "\n")
         return self.returncode
 
 
@@ -73,12 +73,12 @@ RANGE = ("--low", "1e-4", "--high", "1")
 
 def test_the_best_rate_is_found_and_bad_runs_are_stopped_early(search, capsys):
     assert search(*RANGE, "--trials", "12") == 0
-    told = capsys.readouterr()
+    output = capsys.readouterr()
     best = min(FakeJob.kept, key=lambda job: job.loss)
-    assert f"best: optim.lr={best.rate:.6g}, val loss {best.loss:.4f}" in told.out
+    assert f"best: optim.lr={best.rate:.6g}, val loss {best.loss:.4f}" in output.out
     stopped = [job for job in FakeJob.kept if job.returncode == -15]
     assert len(FakeJob.kept) == 12 and 0 < len(stopped) < 9
-    assert told.err.count("behind the others") == len(stopped)
+    assert output.err.count("behind the others") == len(stopped)
     assert min(job.loss for job in stopped) > best.loss
     assert (search.folder / "study.journal").exists()
 

@@ -51,10 +51,10 @@ def test_layers_decode_what_they_compute_at_once(mixer, options: dict, rows: int
             if name.endswith("norm.weight"):
                 parameter.add_(torch.rand_like(parameter))
     tokens = torch.randint(11, (rows, LENGTH))
-    found, taken = token_by_token(gpt, tokens)
+    logits, taken = token_by_token(gpt, tokens)
     assert taken
     with torch.no_grad():
-        torch.testing.assert_close(found, gpt(tokens), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits, gpt(tokens), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ def test_layers_decode_what_they_compute_at_once(mixer, options: dict, rows: int
 )
 def test_other_layers_take_the_long_way(options: dict, changes: dict) -> None:
     gpt, tokens = model(options=options, **changes), torch.randint(11, (2, LENGTH))
-    found, taken = token_by_token(gpt, tokens)
+    logits, taken = token_by_token(gpt, tokens)
     assert not taken
     with torch.no_grad():
-        torch.testing.assert_close(found, gpt(tokens), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits, gpt(tokens), rtol=1e-4, atol=1e-4)
 
 
 def test_a_mixer_that_knows_nothing_of_decoders_takes_the_long_way() -> None:

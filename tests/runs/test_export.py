@@ -106,8 +106,8 @@ def exported(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS)
 def test_logits_loss_and_generation_are_ours(exported, block):
-    tokens, found = exported
-    run, answer, (logits, double) = found[block]
+    tokens, by_block = exported
+    run, answer, (logits, double) = by_block[block]
     with torch.no_grad():
         ours = run.model(tokens).numpy()
         exactly = copy.deepcopy(run.model).double()(tokens).numpy()

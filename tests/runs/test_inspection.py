@@ -4,12 +4,12 @@ import torch
 
 from polarlm.runs.inspection import (
     changed_settings,
-    describe,
+    describe_run,
     flops_parts,
     learned_scalars,
+    memory_parts,
     parameter_parts,
     saved_bytes,
-    step_memory,
 )
 from polarlm.runs.settings_of import default_settings
 from tests.runs.made_up_run import made_up_run
@@ -27,7 +27,7 @@ def test_parts_add_up_to_the_whole(tmp_path):
     )
     *flops, everything = flops_parts(model, 24)
     assert sum(value for _, value in flops) == everything[1] == model.flops_per_token(24)
-    *memory, whole = step_memory(model, 2)
+    *memory, whole = memory_parts(model, 2)
     assert sum(size for _, size in memory) == whole[1]
     assert dict(memory)["optimiser"] == 8 * model.parameter_count()
 
@@ -49,7 +49,7 @@ def test_scalars_are_told_per_layer_and_head_as_the_block_uses_them(tmp_path):
     expected = torch.nn.functional.softplus(torch.tensor(2.0)).item()
     assert scalars["nu_t"][1] == [expected] * 2 and abs(scalars["nu_t"][0][0] - 3.0) < 1e-5
     assert learned_scalars(made_up_run(tmp_path / "other").model) == {}
-    text = describe(run)
+    text = describe_run(run)
     assert "nu_t" in text and "layer 1" in text and "attention" in text and "optimiser" in text
 
 

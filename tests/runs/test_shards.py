@@ -167,8 +167,8 @@ def test_what_a_stranger_writes_about_shards_is_refused(tmp_path, what):
     path = step_file(tmp_path, 1)
     save(path, state())
     head = torch.load(path, weights_only=True)
-    told = HOSTILE[what]
-    torch.save({**head, "shards": {**head["shards"], **told} if isinstance(told, dict) else told}, path)
+    shards = HOSTILE[what]
+    torch.save({**head, "shards": {**head["shards"], **shards} if isinstance(shards, dict) else shards}, path)
     with pytest.raises(DamagedCheckpoint, match="does not say which shards"):
         load_verified(path)
     with pytest.raises(UserError, match="No checkpoint"):

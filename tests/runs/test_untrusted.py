@@ -122,8 +122,8 @@ def test_a_terminal_is_not_steered_by_what_is_inspected_or_refused(stranger, cap
     folder = stranger(seed="\x1b[2J", tokenizer={"kind": "\x1b[2J"})
     assert main(["inspect", str(folder)]) == 0
     assert main(["inspect", str(stranger(block={**stranger.own["block"], "\x1b[2J": 1}))]) == 2
-    told = capsys.readouterr()
-    assert "\x1b" not in told.out + told.err and "\\x1b[2J" in told.out and "\\x1b[2J" in told.err
+    output = capsys.readouterr()
+    assert "\x1b" not in output.out + output.err and "\\x1b[2J" in output.out and "\\x1b[2J" in output.err
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pipes in the file system")

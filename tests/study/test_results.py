@@ -54,7 +54,7 @@ def test_a_clear_difference_is_told_with_its_interval_and_its_costs():
     polar = judged.lines[1]
     assert polar.outcome == "better" and polar.comparison.difference.mean == pytest.approx(-0.02)
     assert polar.comparison.seeds == (1, 2, 3) and "the tokens" in polar.sentence
-    text = results.table(question(), "letters", judged)
+    text = results.variants_table(question(), "letters", judged)
     assert "−0.02 (" in text and "| better |" in text and "| 6.00 |" not in text
     assert b"</svg>" in forest(judged) and forest(judged) == forest(judged)
 

@@ -58,10 +58,10 @@ def test_runs_made_by_hand_are_collected_by_their_settings(tmp_path, planner):
     ]
     folders.append(write_run(tmp_path / "e", {**seed.config, "seed": 1}, "running"))
     summary = Summary("blocks")
-    told = collect(asked, folders, summary, planner)
+    collected = collect(asked, folders, summary, planner)
     assert [(r["stage"], r["value"], r["seed"]) for r in summary.rows] == [
         ("tune", 1e-3, 1000), ("seeds", 5e-3, 2), ("seeds", 5e-3, 3),
     ]  # fmt: skip
-    assert told.younger == {"block.irls_steps"} and told.new == 3
-    assert [f.name for f in told.unplanned] == ["d"] and [f.name for f in told.unfinished] == ["e"]
+    assert collected.younger == {"block.irls_steps"} and collected.new == 3
+    assert [f.name for f in collected.unplanned] == ["d"] and [f.name for f in collected.unfinished] == ["e"]
     assert collect(asked, folders, summary, planner).renewed == 3  # again: nothing is doubled

@@ -65,8 +65,8 @@ def test_a_bug_that_no_longer_fits_and_a_test_that_fails_by_itself_are_told(proj
     monkeypatch.setattr(run, "ALL", bugs(("a ** b", "a"), ("a * b", "a / b")))
     (project / "test_arithmetic.py").write_text("def test():\n    assert False\n")
     assert run.main([]) == 1
-    told = capfd.readouterr()
-    assert "stale" in told.out and "fails by itself: test_arithmetic.py" in told.out
+    output = capfd.readouterr()
+    assert "stale" in output.out and "fails by itself: test_arithmetic.py" in output.out
 
 
 def test_a_bug_whose_tests_do_not_exist_is_not_killed(project, monkeypatch, capfd):

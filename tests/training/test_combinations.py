@@ -192,8 +192,8 @@ def test_two_processes_train_like_one_in_every_strategy_and_precision(tmp_path, 
         process.start()
     for process in ranks:
         process.join()
-    told = "\n".join((tmp_path / f"rank-{rank}.txt").read_text() for rank in (0, 1))
-    assert [process.exitcode for process in ranks] == [0, 0], told
+    output = "\n".join((tmp_path / f"rank-{rank}.txt").read_text() for rank in (0, 1))
+    assert [process.exitcode for process in ranks] == [0, 0], output
     for number, row in chosen(compiled):
         rows = (tmp_path / f"run-{number}" / "metrics.jsonl").read_text().splitlines()
         losses = [json.loads(text)["train/loss"] for text in rows]

@@ -10,7 +10,7 @@ from polarlm.errors import UserError
 from polarlm.model.build import build_model
 from polarlm.training.optimisers import build_optimiser
 from polarlm.training.optimisers.adamw import adamw
-from polarlm.training.optimisers.groups import parameter_groups
+from polarlm.training.optimisers.groups import parameter_groups, parameter_roles
 from polarlm.training.optimisers.muon import muon
 
 ADAMW = dict(lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.3, estimator_lr_factor=0.5)
@@ -44,7 +44,7 @@ def gpt(block="PolarAttention", **options):
 
 def test_matrices_decay_vectors_and_marked_modules_do_not_and_nothing_is_counted_twice():
     model = Toy()
-    groups = parameter_groups(model)
+    groups = parameter_groups(parameter_roles(model))
     assert groups["decay"] == [model.matrix.weight]
     assert {id(p) for p in groups["no_decay"]} == {id(model.matrix.bias), id(model.free.weight)}
     assert groups["estimator"] == [model.nu.raw]

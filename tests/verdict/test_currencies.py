@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from polarlm.verdict.comparison import BETTER, NOT_SHOWN, WORSE
-from polarlm.verdict.currencies import PROCESSOR, Curve, cost_at, gains
+from polarlm.verdict.currencies import PROCESSOR, LossCurve, cost_at, gains
 
 
 def curve(offset=0.0, slow=1.0, noise=0.0, seed=0, points=40):
     """Loss falls with the logarithm of tokens; FLOPs and seconds grow with them."""
     tokens = np.linspace(1e5, 4e6, points)
     losses = 3.0 - 0.2 * np.log(tokens / 1e5) + offset + noise * np.random.default_rng(seed).normal(size=points)
-    return Curve({"tokens": tokens, "FLOPs": 6e6 * tokens, "seconds": slow * tokens / 1e4}, losses)
+    return LossCurve({"tokens": tokens, "FLOPs": 6e6 * tokens, "seconds": slow * tokens / 1e4}, losses)
 
 
 def test_a_loss_inside_the_curve_is_interpolated_and_one_below_it_extrapolated_up_to_a_limit():
@@ -28,7 +28,7 @@ def test_a_loss_inside_the_curve_is_interpolated_and_one_below_it_extrapolated_u
 
 def test_a_curve_that_rose_again_has_nevertheless_been_there():
     steps = np.arange(1.0, 9.0)
-    rose = Curve({"tokens": steps}, np.array([3.0, 2.5, 2.0, 1.5, 1.6, 1.7, 1.8, 1.9]))
+    rose = LossCurve({"tokens": steps}, np.array([3.0, 2.5, 2.0, 1.5, 1.6, 1.7, 1.8, 1.9]))
     assert cost_at(rose, "tokens", 1.5) == pytest.approx(4.0)
     assert cost_at(rose, "tokens", 1.75) == pytest.approx(math.sqrt(3 * 4))
 
@@ -52,13 +52,13 @@ def test_seconds_are_processor_seconds_where_every_run_knows_them():
         made = curve(slow=slow, noise=0.002, seed=seed)
         clock = made.costs["seconds"]
         noise = 1 + 5 * np.random.default_rng(seed).random()
-        return Curve({**made.costs, "seconds": noise * clock, PROCESSOR: clock}, made.losses)
+        return LossCurve({**made.costs, "seconds": noise * clock, PROCESSOR: clock}, made.losses)
 
     ours, theirs = {s: busy(2.0, s) for s in range(3)}, {s: busy(1.0, 10 + s) for s in range(3)}
     by_name = {gain.currency: gain for gain in gains(ours, theirs, range(3))}
     assert set(by_name) == {"tokens", "FLOPs", PROCESSOR}
     assert by_name[PROCESSOR].factor.mean == pytest.approx(0.5, rel=0.03) and by_name[PROCESSOR].outcome == WORSE
-    unknown = Curve({**theirs[1].costs, PROCESSOR: np.full(40, np.nan)}, theirs[1].losses)
+    unknown = LossCurve({**theirs[1].costs, PROCESSOR: np.full(40, np.nan)}, theirs[1].losses)
     assert {gain.currency for gain in gains(ours, theirs | {1: unknown}, range(3))} == {"tokens", "FLOPs", "seconds"}
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from polarlm.errors import UserError
-from polarlm.report.tables import final_table, show_count, text_report
+from polarlm.report.tables import results_table, show_count, text_report
 from polarlm.runs.evaluations import write_evaluation
 from polarlm.runs.reading import find_run_folders, read_run
 from polarlm.verdict.defaults import shipped_default
@@ -145,7 +145,7 @@ def test_text_table_lines_up_and_ends_with_the_verdicts(tmp_path):
     rule = next(i for i, line in enumerate(lines) if line.startswith("─"))
     assert len({len(line) for line in lines[rule - 1 : rule + 4]}) == 1
     assert "• polar: better than standard" in text
-    assert final_table(judgement).rows[0][0] == "standard"
+    assert results_table(judgement).rows[0][0] == "standard"
 
 
 @pytest.mark.parametrize(("number", "shown"), [(None, "—"), (950, "950"), (1_184_000, "1.18 M"), (2.5e13, "25 T")])

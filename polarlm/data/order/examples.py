@@ -6,7 +6,7 @@ import numpy as np
 
 from polarlm.data.order.batches import EvalBatches
 from polarlm.data.order.sequences import EpochOrder
-from polarlm.data.probes import PADDING, Probe
+from polarlm.data.probes import PADDING, ProbeTask
 from polarlm.data.store.tokens import TokenStore
 from polarlm.errors import UserError
 from polarlm.ignored import IGNORED
@@ -15,7 +15,7 @@ from polarlm.ignored import IGNORED
 class ExampleSequences:
     """All examples of a split in every epoch, in an order of its own; padded where the context is longer."""
 
-    def __init__(self, store: TokenStore, probe: Probe, context: int, seed: int):
+    def __init__(self, store: TokenStore, probe: ProbeTask, context: int, seed: int):
         if context < probe.length:
             raise UserError(
                 f"model.context={context} is shorter than the examples, which have {probe.length} symbols; set "
@@ -58,7 +58,7 @@ class ExampleBatches(EvalBatches):
 
 
 def eval_batches(
-    store: TokenStore, probe: Probe | None, context: int, micro_batch: int, rank: int = 0, world: int = 1,
+    store: TokenStore, probe: ProbeTask | None, context: int, micro_batch: int, rank: int = 0, world: int = 1,
     tokens: int | None = None, mask_documents: bool = False,
 ) -> EvalBatches:  # fmt: skip
     """A split read once for judging: its text in windows, or the examples of a task."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.data.config import SPLITS, DataConfig, read_config
+from polarlm.data.config import SPLITS, DataConfig, read_data_config
 from polarlm.data.corpus import Corpus, build_corpus
 from polarlm.data.order.permutation import Permutation, key
 from polarlm.data.order.sequences import Sequences
@@ -79,7 +79,7 @@ def build_mixture(config: DataConfig, tokens: TokenizerConfig, cache: Path, sect
             f"{weights}. For example data.weights={{{', '.join(f'{name}: 1' for name in sorted(parts))}}}."
         )
     for name, part in parts.items():
-        if read_config(part).probe is not None:
+        if read_data_config(part).probe is not None:
             raise UserError(f"data.parts.{name} is a task with symbols of its own; it cannot be part of a mixture.")
     common: Mapping[str, Any] = _plain(tokens)
     if tokens.kind in ("bpe", "char", "word"):

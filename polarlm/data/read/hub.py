@@ -63,13 +63,13 @@ def hub_units(config: DataConfig) -> list[HubUnit]:
     hub = config.hub
     assert hub is not None
     # A dataset with nothing but a train split is divided by data.split.
-    own = len(hub.splits) > 1
+    has_splits = len(hub.splits) > 1
     units = []
     for ours, theirs in hub.splits.items():
         shards = open_dataset(config, theirs).num_shards if _streamed(config) else 1
         for number in range(shards):
             name = f"{hub.name}:{theirs}" + (f":{number}" if shards > 1 else "")
-            units.append(HubUnit(name, ours if own else None, theirs, config, (shards, number)))
+            units.append(HubUnit(name, ours if has_splits else None, theirs, config, (shards, number)))
     return units
 
 

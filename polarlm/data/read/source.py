@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from polarlm.data.config import SPLITS, DataConfig
+from polarlm.data.config import SPLITS, DataConfig, read_data_config
 from polarlm.data.probes import VERSION, describe_probe
 from polarlm.data.read.documents import Piece
-from polarlm.data.read.files import file_units
+from polarlm.data.read.files import file_units, find_files
 from polarlm.errors import UserError
 
 
@@ -75,8 +75,21 @@ def open_source(config: DataConfig, cache_dir: Path) -> Source:
         return Source(config, lambda: hub_units(config), hub_identity(config))
     if config.url:
         return _of_files(config, str(download(config, cache_dir)))
+    raise _no_text(config)
+
+
+def require_text(data: Mapping[str, Any]) -> None:
+    """Refuse a corpus that names no text, or a path where none is: known from its settings, before anything heavy."""
+    config = read_data_config(data)
+    if config.path is not None:
+        find_files(config.path)
+    elif config.source == "files" and not (config.local or config.url or config.hub):
+        raise _no_text(config)
+
+
+def _no_text(config: DataConfig) -> UserError:
     wanted = f" (looked for {config.local} in data/raw and $POLARLM_SHARED_DATA)" if config.local else ""
-    raise UserError(
+    return UserError(
         f"data={config.name} has no text{wanted}: give a file, a folder or a glob with data.path. Without files of "
         "your own, data=pydocs works everywhere."
     )

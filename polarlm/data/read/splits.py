@@ -94,9 +94,9 @@ class SplitReader:
     def __iter__(self) -> Iterator[Piece]:
         limit = self.source.config.max_bytes
         for number in range(self.state["unit"], len(self.source.units)):
-            own = self.source.units[number].split
+            named_split = self.source.units[number].split
             skip = self.state["piece"] if number == self.state["unit"] else 0
-            group = own or "all"
+            group = named_split or "all"
             if limit and self.state["read"].get(group, 0) >= limit:
                 continue
             for index, piece in enumerate(self.source.units[number].pieces()):
@@ -107,7 +107,7 @@ class SplitReader:
                 if limit and seen >= limit:
                     raw = raw[: _character_boundary(raw, len(raw) - (seen - limit))]
                     piece = replace(piece, text=raw.decode(), last=True)
-                given = self._assign(piece, own)
+                given = self._assign(piece, named_split)
                 self.at_piece_end = False
                 yield from given[:-1]
                 self.state = {
@@ -119,9 +119,9 @@ class SplitReader:
                 if limit and seen >= limit:
                     break
 
-    def _assign(self, piece: Piece, own: str | None) -> list[Piece]:
+    def _assign(self, piece: Piece, named_split: str | None) -> list[Piece]:
         if self.plan.rule == "own":
-            return [replace(piece, split=own)]
+            return [replace(piece, split=named_split)]
         if self.plan.rule == "hash":
             if not piece.first:
                 return [replace(piece, split=self.state["split"])]

@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from polarlm.data.atomic import explained, locked, read_json, write_json
-from polarlm.data.config import SPLITS, DataConfig, read_config
+from polarlm.data.atomic import explained, json_or_none, locked, write_sorted_json
+from polarlm.data.config import SPLITS, DataConfig, read_data_config
 from polarlm.data.probes import describe_probe
 from polarlm.data.read.source import Source, open_source
 from polarlm.data.read.splits import SplitPlan, SplitReader, plan_splits
@@ -70,14 +70,14 @@ def build_store(
     }  # fmt: skip
     if config.probe is not None:
         manifest["probe"] = describe_probe(config.source, config.probe)
-    write_json(partial / MANIFEST, manifest)
+    write_sorted_json(partial / MANIFEST, manifest)
     _sweep(partial, sections)
     os.rename(partial, folder)
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """What a store says of itself; None where it says nothing or nothing that can be relied on."""
-    manifest = read_json(folder / MANIFEST)
+    manifest = json_or_none(folder / MANIFEST)
     try:
         if not all(manifest[key] for key in ("name", "fingerprint", "dtype", "tokenizer", "splits")):
             return None
@@ -94,8 +94,8 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 def _plan(partial: Path, source: Source, config: DataConfig) -> SplitPlan:
     path = partial / "plan.json"
-    if not isinstance(read_json(path), dict):
-        write_json(path, asdict(plan_splits(source, config.split)))
+    if not isinstance(json_or_none(path), dict):
+        write_sorted_json(path, asdict(plan_splits(source, config.split)))
     return SplitPlan(**json.loads(path.read_text()))
 
 
@@ -121,7 +121,7 @@ def _save(tokenizer: Tokenizer, folder: Path) -> None:
 
 def corpus_texts(data: Mapping[str, Any], cache: Path, train_only: bool) -> Iterator[str]:
     """The texts of an unprepared corpus, for a tokenizer that learns from several."""
-    config = read_config(data)
+    config = read_data_config(data)
     source = open_source(config, cache)
     return _texts(source, plan_splits(source, config.split), train_only)
 
@@ -130,7 +130,7 @@ def trained_tokenizer(
     tokens: TokenizerConfig, parts: list[Mapping[str, Any]], cache: Path, texts: Callable[[bool], Iterator[str]]
 ) -> Path:
     """The folder of a tokenizer learned from several corpora; learned if missing."""
-    configs = [read_config(part) for part in parts]
+    configs = [read_data_config(part) for part in parts]
     prints = [corpus_fingerprint(config, tokens, open_source(config, cache), 0) for config in configs]
     folder = cache / f"tokenizer-{tokens.kind}-{hashlib.sha256(''.join(prints).encode()).hexdigest()[:12]}"
     if not folder.exists():

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.data.atomic import explained, file_sha256, flush_folder, read_json, write_json
+from polarlm.data.atomic import explained, file_sha256, flush_folder, json_or_none, write_sorted_json
 from polarlm.data.config import SPLITS
 from polarlm.data.read.documents import Piece
 from polarlm.data.read.source import Source
@@ -77,7 +77,7 @@ def build_sections(
 
 def finished_section(folder: Path, number: int) -> dict[str, Any] | None:
     """The record of a section whose files are all there with the right checksums, else None."""
-    record = read_json(folder / f"section-{number:05d}.json")
+    record = json_or_none(folder / f"section-{number:05d}.json")
     if not isinstance(record, dict):
         return None
     shards = record["splits"].values()
@@ -129,7 +129,7 @@ def _build_section(
             write(waiting.popleft())
         splits = {split: writers[split].finish() for split in SPLITS if split in writers}
     record = {"end": reader.state, "exhausted": exhausted, "empty_documents": empty, "splits": splits}
-    write_json(folder / f"section-{number:05d}.json", record)
+    write_sorted_json(folder / f"section-{number:05d}.json", record)
     return record
 
 

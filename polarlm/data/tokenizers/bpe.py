@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.data.atomic import write_beside, write_json
+from polarlm.data.atomic import write_beside, write_sorted_json
 from polarlm.data.tokenizers.tokenizer import DESCRIPTION, EOS, Tokenizer
 from polarlm.errors import UserError
 
@@ -123,7 +123,7 @@ class SubwordTokenizer(Tokenizer):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         write_beside(folder / "tokenizer.json", self._serialised.encode())
-        write_json(folder / DESCRIPTION, {"kind": "bpe", "eos": self.eos})
+        write_sorted_json(folder / DESCRIPTION, {"kind": "bpe", "eos": self.eos})
 
     def _checked(self, text: str, ids: np.ndarray) -> np.ndarray:
         # A BPE without all bytes and without an unknown token drops what it does not know: refuse to train on holes.

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.data.atomic import write_beside, write_json
+from polarlm.data.atomic import write_beside, write_sorted_json
 from polarlm.data.tokenizers.standard import standard_bytes, standard_characters, standard_words
 from polarlm.errors import UserError
 
@@ -69,7 +69,7 @@ class Tokenizer(ABC):
         """Write the tokenizer into a folder from which `load_tokenizer`, or any other program, restores it."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         write_beside(Path(folder) / "tokenizer.json", self.standard().encode())
-        write_json(Path(folder) / DESCRIPTION, self.description())
+        write_sorted_json(Path(folder) / DESCRIPTION, self.description())
 
 
 class ByteTokenizer(Tokenizer):

@@ -107,11 +107,11 @@ def run_tasks(
             write_local_task(Path(place), task, limit)
         folders = [place] + ([str(include)] if include else [])
         # The harness's own tasks take long to list: only where one of them is asked for.
-        own = all((Path(place) / f"{task}.yaml").exists() for task in tasks)
-        manager = TaskManager(include_path=folders, include_defaults=not own and include is None)
+        ours = all((Path(place) / f"{task}.yaml").exists() for task in tasks)
+        manager = TaskManager(include_path=folders, include_defaults=not ours and include is None)
         try:
             outcome = simple_evaluate(
-                model=adapter, tasks=list(tasks), task_manager=manager, limit=None if own else limit, bootstrap_iters=0
+                model=adapter, tasks=list(tasks), task_manager=manager, limit=None if ours else limit, bootstrap_iters=0
             )
         except KeyError as error:
             raise UserError(f"lm-evaluation-harness has no task {error}") from error

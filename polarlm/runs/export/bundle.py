@@ -41,10 +41,10 @@ def bundle(entry: str, source: str) -> dict[str, str]:
         rewritten, needed = rewrite(module, text)
         done[module] = rewritten
         waiting += [(name, _source(name)) for name in needed if name not in done and name not in dict(waiting)]
-    return {f"{flat(module)}.py": text for module, text in done.items()}
+    return {f"{flat_module_name(module)}.py": text for module, text in done.items()}
 
 
-def flat(module: str) -> str:
+def flat_module_name(module: str) -> str:
     """polarlm.attention.polar -> polarlm_attention_polar."""
     return module.replace(".", "_")
 
@@ -74,7 +74,7 @@ def rewrite(module: str, text: str) -> tuple[str, list[str]]:
             else:
                 needed.append(home)
                 renamed = f" as {alias.asname}" if alias.asname else ""
-                new.append(f"{indent}from .{flat(home)} import {alias.name}{renamed}")
+                new.append(f"{indent}from .{flat_module_name(home)} import {alias.name}{renamed}")
         lines[node.lineno - 1 : node.end_lineno] = new
     if absent:
         lines = _after_imports(lines)

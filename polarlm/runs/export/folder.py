@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polarlm.data.atomic import explained
 from polarlm.errors import UserError
-from polarlm.runs.export.bundle import bundle, flat
+from polarlm.runs.export.bundle import bundle, flat_module_name
 from polarlm.runs.export.card import model_card
 from polarlm.runs.export.llama import from_llama, is_llama, llama_config, to_llama
 from polarlm.runs.files import read_config, read_json, write_json, write_text
@@ -108,7 +108,7 @@ def _code(run: RestoredRun) -> dict[str, str]:
     text = template.replace(line, f"from {mixer.__module__} import {mixer.__qualname__} as BlockMixer")
     entry = f"polarlm.runs.export.{MODELING}"
     files = bundle(entry, text)
-    files[f"{MODELING}.py"] = files.pop(f"{flat(entry)}.py")
+    files[f"{MODELING}.py"] = files.pop(f"{flat_module_name(entry)}.py")
     notice = "# Part of a model exported by polarlm (Apache-2.0).\n"
     return {name: notice + text for name, text in files.items()}
 

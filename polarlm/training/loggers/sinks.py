@@ -60,7 +60,7 @@ def finish_loggers(loggers: list[Logger], status: str) -> None:
         try:
             logger.finish(status, final_numbers(read_json(folder / "summary.json") or {}))
             if getattr(logger, "offline", False):
-                tell_once(f"wandb: logged offline; to upload: wandb sync {folder.parent}/*/wandb/offline-run-*")
+                print_once(f"wandb: logged offline; to upload: wandb sync {folder.parent}/*/wandb/offline-run-*")
         except Exception as error:
             print(f"{type(logger).__name__}: could not be closed ({error})", file=sys.stderr)
 
@@ -83,7 +83,7 @@ def is_place(override: str) -> bool:
 _told: set[str] = set()
 
 
-def tell_once(text: str) -> None:
+def print_once(text: str) -> None:
     """Print a hint the first time it applies in this process (a sweep has many runs)."""
     if text not in _told:
         _told.add(text)

@@ -9,15 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from polarlm.training.optimisers.groups import (
-    empty_groups,
-    parameter_groups,
-    parameter_roles,
-    sums_over_width,
-    width_ratio,
-)
-
-Role = tuple[nn.Parameter, str, nn.Module]
+from polarlm.training.optimisers.groups import Role, parameter_groups, parameter_roles, sums_over_width, width_ratio
 
 
 def adamw(
@@ -32,11 +24,7 @@ def adamw(
     fused: bool = True,
 ) -> torch.optim.AdamW:
     """AdamW with the three groups of `parameter_groups`, fused where it may be and the device supports it."""
-    if lr_base_width is None:
-        options = adamw_groups(parameter_groups(model), lr, weight_decay, estimator_lr_factor)
-    else:
-        ratio = width_ratio(model, lr_base_width)
-        options = groups_by_width(model, parameter_roles(model), ratio, lr, weight_decay, estimator_lr_factor)
+    options = groups_by_width(model, parameter_roles(model), lr_base_width, lr, weight_decay, estimator_lr_factor)
     devices = {p.device.type for group in options for p in group["params"]}
     fused = fused and "fused" in inspect.signature(torch.optim.AdamW).parameters and devices <= {"cpu", "cuda"}
     return torch.optim.AdamW(options, lr=lr, betas=(betas[0], betas[1]), eps=eps, fused=fused)
@@ -55,18 +43,20 @@ def adamw_groups(
 
 
 def groups_by_width(
-    model: nn.Module, roles: Iterable[Role], ratio: float, lr: float, weight_decay: float, estimator_lr_factor: float
+    model: nn.Module, roles: Iterable[Role], base: int | None, lr: float, weight_decay: float, lr_factor: float
 ) -> list[dict[str, Any]]:
     """The same groups, with matrices that sum over the width apart: learning rate over the ratio, decay times it.
 
     An element of AdamW's step is about lr, and the elements of a row add up over the width: lr / ratio changes what
     leaves the matrix as much as lr did at the base width. lr x weight_decay, the share that decays per step, stays.
     """
-    plain, wide = empty_groups(), empty_groups()
-    for parameter, group, module in roles:
-        (wide if sums_over_width(model, parameter, module) else plain)[group].append(parameter)
-    scaled = adamw_groups(wide, lr / ratio, weight_decay * ratio, estimator_lr_factor)
+    ratio = width_ratio(model, base)
+    plain: list[Role] = []
+    wide: list[Role] = []
+    for role in roles:
+        (wide if base is not None and sums_over_width(model, role[0], role[2]) else plain).append(role)
+    scaled = adamw_groups(parameter_groups(wide), lr / ratio, weight_decay * ratio, lr_factor)
     return [
-        *adamw_groups(plain, lr, weight_decay, estimator_lr_factor),
+        *adamw_groups(parameter_groups(plain), lr, weight_decay, lr_factor),
         *({**group, "name": f"{group['name']}_by_width", "lr": lr / ratio} for group in scaled),
     ]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
 GROUPS = ("decay", "no_decay", "estimator")
+Role = tuple[nn.Parameter, str, nn.Module]
 
 
-def parameter_roles(model: nn.Module) -> Iterator[tuple[nn.Parameter, str, nn.Module]]:
+def parameter_roles(model: nn.Module) -> Iterator[Role]:
     """(parameter, group, module) of every trainable parameter, each once.
 
     The group is the module's `optim_group`; without one, matrices decay and vectors do not. The mark sits on the module
@@ -27,17 +28,12 @@ def parameter_roles(model: nn.Module) -> Iterator[tuple[nn.Parameter, str, nn.Mo
             yield parameter, mark or ("decay" if parameter.ndim >= 2 else "no_decay"), module
 
 
-def parameter_groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """The parameters of each group, in the order of the modules."""
-    groups = empty_groups()
-    for parameter, group, _ in parameter_roles(model):
+def parameter_groups(roles: Iterable[Role]) -> dict[str, list[nn.Parameter]]:
+    """The parameters of each group, in the order given."""
+    groups: dict[str, list[nn.Parameter]] = {name: [] for name in GROUPS}
+    for parameter, group, _ in roles:
         groups[group].append(parameter)
     return groups
-
-
-def empty_groups() -> dict[str, list[nn.Parameter]]:
-    """Every group without members."""
-    return {name: [] for name in GROUPS}
 
 
 def sums_over_width(model: nn.Module, parameter: nn.Parameter, module: nn.Module) -> bool:

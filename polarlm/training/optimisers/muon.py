@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from polarlm.training.optimisers.adamw import Role, adamw_groups, groups_by_width
-from polarlm.training.optimisers.groups import empty_groups, parameter_roles, width_ratio
+from polarlm.training.optimisers.adamw import groups_by_width
+from polarlm.training.optimisers.groups import Role, parameter_roles, width_ratio
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -101,12 +101,6 @@ def muon(
         weight_decay=weight_decay,
         adjust_lr_fn="match_rms_adamw",
     )
-    if lr_base_width is None:
-        members = empty_groups()
-        for parameter, group, _ in rest:
-            members[group].append(parameter)
-        others = adamw_groups(members, lr, weight_decay, estimator_lr_factor)
-    else:
-        others = groups_by_width(model, rest, ratio, lr, weight_decay, estimator_lr_factor)
+    others = groups_by_width(model, rest, lr_base_width, lr, weight_decay, estimator_lr_factor)
     adam = torch.optim.AdamW(others, lr=lr, betas=(betas[0], betas[1]), eps=eps, fused=fused)
     return MuonAndAdamW(orthogonal, adam)

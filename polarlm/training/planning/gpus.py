@@ -70,8 +70,3 @@ def peak_flops(gpu: Gpu, precision: str) -> float:
         if key in known:
             return float(known[key])
     raise UserError(f"trainer.precision={precision}: no peak is published for a {gpu.title}; choose another precision.")
-
-
-def default_precision(gpu: Gpu) -> str:
-    """What trainer.precision=auto would choose there."""
-    return "bf16-mixed" if gpu.bf16 else "32-true"

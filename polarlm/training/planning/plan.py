@@ -15,14 +15,14 @@ from polarlm.model import GPT
 from polarlm.model.build import build_model
 from polarlm.training.batching import BatchPlan, plan_batches, total_steps
 from polarlm.training.planning.devices import DeviceMemory, Shape, Traffic, device_memory, traffic
-from polarlm.training.planning.gpus import GPUS, Gpu, PlanSettings, default_precision, peak_flops
+from polarlm.training.planning.gpus import GPUS, Gpu, PlanSettings, peak_flops
 
 # Published tokenizers whose size is known without reading them.
 HUB_VOCABULARIES = {"openai-community/gpt2": 50_257}
 
 
 @dataclass(frozen=True)
-class Plan:
+class ResourcePlan:
     """Everything the command prints."""
 
     config: dict[str, Any]
@@ -56,19 +56,20 @@ class Plan:
         return max(self.compute_seconds, sending) if hidden else self.compute_seconds + sending
 
 
-def make_plan(config: dict[str, Any], settings: PlanSettings) -> Plan:
+def make_plan(config: dict[str, Any], settings: PlanSettings) -> ResourcePlan:
     """Plan a checked configuration of a run."""
     trainer, gpu = config["trainer"], GPUS[settings.gpu]
     per_node = min(settings.per_node, settings.gpus)
     context = config["model"]["context"]
     batch = plan_batches(trainer["batch_tokens"], context, settings.gpus, trainer["micro_batch_tokens"])
-    precision = default_precision(gpu) if trainer["precision"] == "auto" else trainer["precision"]
+    automatic = "bf16-mixed" if gpu.bf16 else "32-true"
+    precision = automatic if trainer["precision"] == "auto" else trainer["precision"]
     if precision.startswith("bf16") and not gpu.bf16:
         raise UserError(f"trainer.precision={precision}: a {gpu.title} has no bf16; choose 16-mixed or 32-true.")
     strategy = "ddp" if trainer["strategy"] == "auto" else trainer["strategy"]
     vocabulary = settings.vocab or vocabulary_of(config["tokenizer"])
     model = _untouched(config, vocabulary)
-    size = _element_size(precision)
+    size = {"bf16-true": 2, "64-true": 8}.get(precision, 4)  # bytes of a weight
     shape = shape_of(model, size, settings.gpus)
     memory, sent = {}, {}
     for recompute in (False, True):
@@ -77,7 +78,7 @@ def make_plan(config: dict[str, Any], settings: PlanSettings) -> Plan:
             memory[kind, recompute] = device_memory(step, shape, kind, settings.gpus)
             options = {"devices": settings.gpus, "per_node": per_node, "accumulate": batch.accumulate}
             sent[kind] = traffic(shape, step.gradients, kind, gpu, **options)
-    return Plan(
+    return ResourcePlan(
         config, settings, gpu, strategy, precision, model.parameter_count(), batch,
         total_steps(trainer["max_steps"], trainer["max_tokens"], batch.tokens), memory, sent,
         model.flops_per_token(context), peak_flops(gpu, precision),
@@ -130,7 +131,3 @@ def shape_of(model: GPT, element_size: int, devices: int = 1) -> Shape:
 
     inside = [size(block.parameters()) for block in model.blocks]
     return Shape(max(inside), len(inside), size(model.parameters()) - sum(inside))
-
-
-def _element_size(precision: str) -> int:
-    return {"bf16-true": 2, "64-true": 8}.get(precision, 4)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from polarlm.columns import aligned
 from polarlm.training.planning.devices import DeviceMemory
-from polarlm.training.planning.plan import Plan
+from polarlm.training.planning.plan import ResourcePlan
 
 ROOM = 0.9  # of a GPU's memory: the rest is for the driver, NCCL and fragmentation
 LINES = ("weights", "gradients", "optimiser", "activations", "workspace", "parallel")
 TITLES = {"workspace": "logits, workspace", "parallel": "buckets, gathered weights"}
 
 
-def describe_plan(plan: Plan) -> str:
+def describe_plan(plan: ResourcePlan) -> str:
     """The whole plan."""
     return "\n".join([*_headline(plan), "", *_memory(plan), "", *_traffic(plan), "", *_time(plan), "", *_notes(plan)])
 
 
-def _headline(plan: Plan) -> list[str]:
+def _headline(plan: ResourcePlan) -> list[str]:
     s, b, choices = plan.settings, plan.batch, plan.config["choices"]
     nodes = -(-s.gpus // s.per_node)
     how = plan.strategy if s.gpus > 1 else "alone"
@@ -27,19 +28,16 @@ def _headline(plan: Plan) -> list[str]:
     ]
 
 
-def _memory(plan: Plan) -> list[str]:
+def _memory(plan: ResourcePlan) -> list[str]:
     columns = [(kind, again) for kind in ("ddp", "fsdp") for again in (False, True)]
     limit = plan.gpu.memory * 1e9
-    head = [f"{kind}{' + recompute' * again}{' *' * _is_chosen(plan, kind, again)}" for kind, again in columns]
+    chosen = (plan.strategy, plan.config["model"]["checkpointing"])
+    head = [f"{c[0]}{' + recompute' * c[1]}{' *' * (c == chosen)}" for c in columns]
     rows = [[TITLES.get(line, line), *(_gb(getattr(plan.memory[c], line)) for c in columns)] for line in LINES]
     rows.append(["peak", *(_gb(plan.memory[c].peak) for c in columns)])
     rows.append([f"of {plan.gpu.memory:g} GB", *(_verdict(plan.memory[c], limit) for c in columns)])
     title = "Memory per GPU in GB (* as configured; recompute: model.checkpointing=true)"
-    return [title, *_table(["", *head], rows)]
-
-
-def _is_chosen(plan: Plan, kind: str, again: bool) -> bool:
-    return (kind, again) == (plan.strategy, plan.config["model"]["checkpointing"])
+    return [title, *_table([["", *head], *rows])]
 
 
 def _verdict(memory: DeviceMemory, limit: float) -> str:
@@ -47,20 +45,23 @@ def _verdict(memory: DeviceMemory, limit: float) -> str:
     return f"{share:.0%}" + ("" if share <= ROOM else ", tight" if share <= 1 else ", too much")
 
 
-def _traffic(plan: Plan) -> list[str]:
+def _traffic(plan: ResourcePlan) -> list[str]:
     rows = [
         [kind, f"{t.sent / 1e9:.3g} GB", f"{1e3 * t.seconds:.3g} ms", _link(plan, t.link)]
         for kind, t in plan.traffic.items()
     ]
-    return ["Sent by each GPU per step, and the time of its slowest link", *_table(["", "bytes", "time", "link"], rows)]
+    return [
+        "Sent by each GPU per step, and the time of its slowest link",
+        *_table([["", "bytes", "time", "link"], *rows]),
+    ]
 
 
-def _link(plan: Plan, link: str) -> str:
+def _link(plan: ResourcePlan, link: str) -> str:
     rate = {"network": plan.gpu.between, "node": plan.gpu.inside}.get(link)
     return "no other GPU" if rate is None else f"{link}, {rate:g} GB/s per direction"
 
 
-def _time(plan: Plan) -> list[str]:
+def _time(plan: ResourcePlan) -> list[str]:
     best, worst = plan.step_seconds(hidden=True), plan.step_seconds(hidden=False)
     tokens = plan.batch.tokens
     hours = [plan.steps * seconds / 3600 for seconds in (worst, best)]
@@ -72,14 +73,14 @@ def _time(plan: Plan) -> list[str]:
         ["hours", _range(hours, ".3g")],
         ["GPU hours", _range([plan.settings.gpus * h for h in hours], ".3g")],
     ]
-    return ["Time (first number: no communication is hidden behind computation; second: all of it)", *_table([], rows)]
+    return ["Time (first number: no communication is hidden behind computation; second: all of it)", *_table(rows)]
 
 
 def _range(numbers: list[float], form: str) -> str:
     return " … ".join(dict.fromkeys(format(number, form) for number in numbers))
 
 
-def _notes(plan: Plan) -> list[str]:
+def _notes(plan: ResourcePlan) -> list[str]:
     return [
         "Counted: FLOPs (the model's own), bytes of a step (on fake tensors, with the CPU's kernels, not compiled).",
         "Published: memory, peak FLOP/s and bandwidth of the GPU. Assumed, never measured by us: the MFU (mfu=…), that "
@@ -92,10 +93,5 @@ def _gb(size: float) -> str:
     return f"{size / 1e9:.2f}"
 
 
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    lines = [head, *rows] if head else rows
-    widths = [max(len(line[i]) for line in lines) for i in range(len(rows[0]))]
-    return [
-        "  " + "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths)))
-        for line in lines
-    ]
+def _table(rows: list[list[str]]) -> list[str]:
+    return [f"  {line}" for line in aligned(rows)]

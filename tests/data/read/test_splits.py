@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from polarlm.data.config import DataConfig, SplitConfig, read_config
+from polarlm.data.config import DataConfig, SplitConfig, read_data_config
 from polarlm.data.read.source import Source, open_source
 from polarlm.data.read.splits import SplitPlan, SplitReader, plan_splits
 from polarlm.errors import UserError
@@ -124,4 +124,4 @@ def test_reading_on_from_any_state_gives_the_rest(folder_of: Write) -> None:
 )
 def test_wrong_options_name_the_right_ones(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        read_config(options)
+        read_data_config(options)
