@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import runpy
 import sys
@@ -11,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.forks import forks
 
 ROOT = Path(__file__).resolve().parents[2]
 # A model and a corpus so small that a run takes seconds; dropout on, so that random numbers matter.
@@ -105,19 +106,7 @@ def numbers(rows: list[dict]) -> list[dict]:
 
 @pytest.fixture(scope="session")
 def forkserver():
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        [
-            "torch",
-            "lightning.pytorch",
-            "hydra",
-            "datasets",
-            "polarlm.launch.train",
-            "polarlm.training.fit",
-            "polarlm.training.module",
-        ]
-    )
-    return context
+    return forks()
 
 
 @pytest.fixture
