@@ -14,6 +14,7 @@ from typing import Any
 from tests.faults.killing import run
 from tests.forks import forks
 
+
 def _rank(environment: dict[str, str], *arguments: Any) -> None:
     os.environ.update(environment)
     run(*arguments)

@@ -150,6 +150,7 @@ nightly = pytest.mark.skipif("POLARLM_NIGHTLY" not in os.environ, reason="compil
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # a hang, not a busy machine: g++ is not quick
 @pytest.mark.parametrize("row", [COMPILED[0], *(pytest.param(row, marks=nightly) for row in COMPILED[1:])])
 def test_it_compiles(tmp_path, reference, row):
     rows = fitted(tmp_path, tmp_path / "run", *switches(row))
