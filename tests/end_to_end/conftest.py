@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,40 @@ class Done:
     out: str
 
 
+def _signal_at(moment: str) -> None:
+    """Send a signal to this process at a moment of a run, whatever the clock and the machine do meanwhile.
+
+    'SIGTERM row 2': after the second row of metrics that this process writes. 'SIGKILL checkpoint 1': before its first
+    new last.ckpt is in place; 'SIGKILL begun 4': after the first checkpoint of the fourth run of a sweep.
+    """
+    from polarlm.training.loggers.json_lines import JsonLines
+
+    name, what, wanted = moment.split()
+    begun: list[object] = []
+
+    def reach(kind: str, which: object) -> None:
+        if kind == what and which not in begun:
+            begun.append(which)
+            if len(begun) == int(wanted):
+                os.kill(os.getpid(), getattr(signal, name))
+
+    write, replace = JsonLines.log_metrics, os.replace
+
+    def log_metrics(self, metrics, step=None):
+        write(self, metrics, step)
+        reach("row", object())
+
+    def replacing(source, target, **options):
+        last = os.path.basename(target) == "last.ckpt"
+        if last:
+            reach("checkpoint", object())
+        replace(source, target, **options)
+        if last:
+            reach("begun", os.path.dirname(target))
+
+    JsonLines.log_metrics, os.replace = log_metrics, replacing
+
+
 def _child(script: str, arguments: list[str], cwd: str, log: str, environment: dict[str, str]) -> None:
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
@@ -48,6 +83,8 @@ def _child(script: str, arguments: list[str], cwd: str, log: str, environment: d
     if not environment.get("WHOLE_PEAK"):
         measure = throughput.measured_peak
         throughput.measured_peak = lambda **_: measure(size=64, seconds=0.002)  # of the machine, not of what is tested
+    if "SIGNAL_AT" in environment:
+        _signal_at(environment["SIGNAL_AT"])
     runpy.run_path(script, run_name="__main__")
 
 
