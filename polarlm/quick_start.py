@@ -20,7 +20,7 @@ UNUSED = ("scipy", "transformers", "matplotlib")
 
 
 def skip_unused_libraries() -> None:
-    """Let a later import of torchmetrics in this process believe that they are not installed; nothing else is told so."""
+    """Let torchmetrics, when it is imported later, believe that they are not installed; nobody else is told so."""
     if "torchmetrics" not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
