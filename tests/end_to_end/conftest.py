@@ -52,7 +52,8 @@ def _signal_at(moment: str) -> None:
 
     def log_metrics(self, metrics, step=None):
         write(self, metrics, step)
-        reach("row", object())
+        if self.path.name == "metrics.jsonl":  # not a probe's
+            reach("row", object())
 
     def replacing(source, target, **options):
         last = os.path.basename(target) == "last.ckpt"

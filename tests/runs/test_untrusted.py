@@ -203,3 +203,13 @@ def test_a_lock_that_is_a_link_does_not_empty_the_file_behind_it(tmp_path):
     with pytest.raises(UserError, match="link to another file"):
         lock_folder(tmp_path / "run")
     assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_a_lock_that_is_a_folder_is_one_sentence_and_a_damaged_one_is_free(tmp_path):
+    (tmp_path / "run.lock").mkdir()
+    with pytest.raises(UserError, match=r"run\.lock is a folder"):
+        lock_folder(tmp_path)
+    (tmp_path / "run.lock").rmdir()
+    for text in ("[" * 100_000, "9" * 6000, "[1]", "\0"):
+        (tmp_path / "run.lock").write_text(text)
+        lock_folder(tmp_path).release()
