@@ -48,8 +48,9 @@ class _Finder(MetaPathFinder):
 
 @contextlib.contextmanager
 def _unused_seem_absent() -> Iterator[None]:
-    import lightning_utilities.core.imports as known
+    import lightning_utilities.core.imports
 
+    known: Any = lightning_utilities.core.imports
     available, check = known.package_available, known.RequirementCache._check_requirement
 
     def package_available(name: str) -> bool:
