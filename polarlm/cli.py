@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import polarlm
 from polarlm.errors import UserError, did_you_mean
+from polarlm.quick_start import skip_unused_libraries
 from polarlm.visible import visible_text
 
 
@@ -20,6 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         {"train": entry.train, "eval": entry.evaluate}[arguments[0]](arguments[1:])
         return 0
+    skip_unused_libraries()
     debug = "--debug" in arguments
     arguments = [a for a in arguments if a != "--debug"]
     try:

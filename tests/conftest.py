@@ -10,6 +10,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+import tests.quickly  # noqa: F401  (before anything imports Lightning)
+
 ROOT = Path(__file__).resolve().parents[1]
 # The product looks only where it is told to; so do the child processes that tests start.
 SHARED = Path(os.environ.setdefault("POLARLM_SHARED_DATA", str(ROOT.parent / "shared" / "data")))

@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from polarlm.errors import UserError, did_you_mean
 from polarlm.launch.processes import watch_parent
 from polarlm.launch.sweep import failed_jobs, print_sweep_plan, print_sweep_summary
+from polarlm.quick_start import skip_unused_libraries
 from polarlm.visible import visible_text
 
 Task = Callable[[DictConfig], float]
@@ -53,6 +54,7 @@ def run(task: Task, config_name: str, arguments: Sequence[str] | None = None) ->
     # Hydra prints its own shortened tracebacks unless told to let errors through; presenting them is our job.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     watch_parent()
+    skip_unused_libraries()
     try:
         flags, overrides = split_arguments([a for a in arguments if a != "--debug"])
         others = [a for a in arguments if a not in (*overrides, "--debug")]

@@ -117,7 +117,7 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
     for path in sorted((folder / FOLDER).glob("*.json"), key=lambda p: (p.stat().st_mtime, p.name)):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue  # being written
         if isinstance(record, dict) and isinstance(record.get("protocol"), dict):
             records.append(record)

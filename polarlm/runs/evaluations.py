@@ -44,7 +44,8 @@ def write_evaluation(folder: Path, record: dict[str, Any], arrays: dict[str, np.
 def read_evaluations(folder: Path, name: str | None = None) -> list[dict[str, Any]]:
     """All records of a run (of one protocol), in the order of their names."""
     records = [read_json(path) for path in sorted((folder / FOLDER).glob("*.json"))]
-    return [record for record in records if name is None or record["protocol"]["name"] == name]
+    records = [record for record in records if isinstance(record.get("protocol"), dict)]
+    return [record for record in records if name is None or record["protocol"].get("name") == name]
 
 
 def read_arrays(folder: Path, record: dict[str, Any]) -> dict[str, np.ndarray]:

@@ -29,13 +29,16 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file, None when it does not exist; a damaged one is a UserError."""
+def read_json(path: Path, kind: type = dict) -> Any:
+    """Read a JSON file that holds an object (or a list), None when it does not exist; a damaged one is a UserError."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(value, kind):
+            raise ValueError(f"it holds no {'object' if kind is dict else kind.__name__}")
+        return value
     except FileNotFoundError:
         return None
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path} is damaged ({reason}); restore it from a copy, or delete it") from error
 
@@ -70,7 +73,7 @@ def read_config(path: Path) -> dict[str, Any]:
         return parse_config(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path.parent} is not a run folder: it has no config.yaml") from None
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
+    except (ValueError, yaml.YAMLError, RecursionError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path} can't be read: {reason}") from error
 

@@ -23,7 +23,7 @@ def detours(folder: Path) -> list[tuple[int, int]]:
 def read_incidents(folder: Path) -> list[dict[str, Any]]:
     """The record of a run; a damaged one is a UserError, because which batches come next follows from it."""
     file = folder / FILE
-    known = read_json(file)
+    known = read_json(file, list)
     if known is None:
         return []
     if not isinstance(known, list) or not all(isinstance(one, dict) and "action" in one for one in known):

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from polarlm.data.atomic import explained, require_plain_file
 from polarlm.errors import UserError
 
 NAME = "run.lock"
@@ -47,7 +48,9 @@ def lock_folder(folder: Path) -> RunLock:
     path = folder / NAME
     if path.is_symlink():
         raise UserError(f"{path} is a link to another file, which would be overwritten; delete it")
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+    with explained(path):
+        require_plain_file(path)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
     file = os.fdopen(descriptor, "r+", encoding="utf-8")
     patience = time.monotonic() + float(os.environ.get(PATIENCE_VARIABLE, 0))
     while not (locked := _try_lock(file)) and time.monotonic() < patience:
@@ -95,7 +98,7 @@ def _try_lock(file: IO[str]) -> bool:
 def _owner(file: IO[str]) -> dict[str, Any]:
     try:
         owner = json.loads(file.read() or "{}")
-    except (ValueError, OSError):
+    except (ValueError, OSError, RecursionError):
         return {}
     return owner if isinstance(owner, dict) else {}
 

@@ -100,7 +100,7 @@ def _read_line_by_line(data: bytes) -> Metrics:
         try:
             row = json.loads(line)
             rows.append([_number(row.get(name)) for name in COLUMNS])
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, RecursionError, OverflowError):
             unreadable += 1
     values = np.asarray(rows, dtype=float).reshape(len(rows), len(COLUMNS))
     return Metrics({name: values[:, i].copy() for i, name in enumerate(COLUMNS)}, unreadable)
@@ -110,7 +110,7 @@ def is_object(line: bytes) -> bool:
     """Whether a line of a .jsonl file is whole: the last one may be being written."""
     try:
         return isinstance(json.loads(line), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 

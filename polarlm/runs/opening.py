@@ -57,7 +57,7 @@ def open_run(config: dict[str, Any], corpus: Corpus, parameters: int) -> tuple[P
 def _remove_unfinished_files(folder: Path) -> None:
     """What a killed process was writing; whoever holds the lock is the only writer."""
     for place in (folder, folder / "checkpoints", folder / "diagnostics", folder / "tokenizer"):
-        for left in place.glob("*.tmp"):
+        for left in () if place.is_symlink() else place.glob("*.tmp"):  # a link may lead to other people's files
             left.unlink(missing_ok=True)
 
 
@@ -133,11 +133,12 @@ def check_continuation(folder: Path, corpus: Corpus) -> None:
                 f"{now[what]}); restore the data, or start a new run with another name=…"
             )
     before, here = read_json(folder / "environment.json") or {}, environment()
+    versions = before.get("versions") if isinstance(before.get("versions"), dict) else {}
     changed = [
         f"{name} {old} → {new}"
         for name, old, new in (
-            ("torch", (before.get("versions") or {}).get("torch"), here["versions"]["torch"]),
-            ("polarlm", (before.get("versions") or {}).get("polarlm"), here["versions"]["polarlm"]),
+            ("torch", versions.get("torch"), here["versions"]["torch"]),
+            ("polarlm", versions.get("polarlm"), here["versions"]["polarlm"]),
             ("code", before.get("git_commit"), here["git_commit"]),
         )
         if old is not None and old != new
@@ -145,4 +146,5 @@ def check_continuation(folder: Path, corpus: Corpus) -> None:
     if changed:
         print(f"warning: {folder} goes on with another version ({'; '.join(changed)})", file=sys.stderr)
     earlier = before.pop("earlier", [])
+    earlier = earlier if isinstance(earlier, list) else []
     write_json(folder / "environment.json", {**here, "earlier": [*earlier, before] if before else earlier})

@@ -40,7 +40,7 @@ def read_probes(path: Path, max_probes: int = MAX_PROBES) -> tuple[list[StoredPr
     for index in np.unique(np.linspace(0, len(lines) - 1, min(max_probes, len(lines))).round().astype(int)):
         try:
             probe = _parse(json.loads(lines[index]))
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
             unreadable += 1
             continue
         probes[probe.step] = probe  # a continued run may repeat a step: the later line counts

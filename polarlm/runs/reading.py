@@ -2,7 +2,6 @@
 
 import glob
 import json
-import math
 import os
 import time
 import zlib
@@ -24,6 +23,7 @@ from polarlm.runs.probes import MAX_PROBES, StoredProbe, read_probes
 FILES = ("config.yaml", "summary.json", "metrics.jsonl", "diagnostics/probe.jsonl")
 # A run that says "running" but has not written for so long was killed (or its machine went away).
 SILENT_AFTER_SECONDS = 15 * 60
+MAX_NUMBER = 1e300
 MAX_DEPTH = 3  # how deep `compare runs` looks below the folder it was given
 
 
@@ -61,13 +61,13 @@ class Run:
     @property
     def seed(self) -> int:
         seed = self.summary.get("seed", self.config.get("seed", 0))
-        return int(seed) if isinstance(seed, (int, float)) else 0
+        return int(seed) if isinstance(seed, (int, float)) and abs(seed) < MAX_NUMBER else 0
 
     def number(self, name: str) -> float | None:
         """A number of the summary, or the newest one in the metrics of an unfinished run; None when it has none."""
         value = self.summary.get(name)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value) if math.isfinite(value) else None
+            return float(value) if abs(value) < MAX_NUMBER else None  # neither nan nor 10**400, which is no float
         if self.status == "finished" and name in self.summary:
             return None  # the end of a diverged run: an earlier number must not stand in for it
         column = self.metrics.columns.get(name)

@@ -55,6 +55,6 @@ def _corpus(run: Run) -> dict[str, Any]:
 def _json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}  # a run that recorded none; damaged files are named by the reader of run folders
     return content if isinstance(content, dict) else {}

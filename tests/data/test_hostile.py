@@ -181,3 +181,12 @@ def test_a_damaged_saved_tokenizer_is_one_sentence(tmp_path: Path, saved: str) -
     (tmp_path / "polarlm_tokenizer.json").write_text(saved)
     message = refused(lambda: load_tokenizer(tmp_path))
     assert str(tmp_path) in message
+
+
+def test_an_endless_regular_expression_is_given_up_in_one_sentence() -> None:
+    endless = {"type": "Replace", "pattern": {"Regex": "(a+)+b"}, "content": "x"}
+    model = {"type": "WordLevel", "vocab": {"[UNK]": 0, "a": 1}, "unk_token": "[UNK]"}
+    given = {"version": "1.0", "added_tokens": [], "normalizer": endless, "model": model}
+    tokenizer = SubwordTokenizer(json.dumps(given))
+    for encode in (tokenizer.encode_array, lambda text: tokenizer.encode_batch([text])):
+        assert "another tokenizer" in refused(lambda encode=encode: encode("a" * 60 + "!"), "can't encode the text")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import runpy
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.forks import forks
 
 ROOT = Path(__file__).resolve().parents[2]
 # A model and a corpus so small that a run takes seconds; dropout on, so that random numbers matter.
@@ -29,6 +31,41 @@ class Done:
     out: str
 
 
+def _signal_at(moment: str) -> None:
+    """Send a signal to this process at a moment of a run, whatever the clock and the machine do meanwhile.
+
+    'SIGTERM row 2': after the second row of metrics that this process writes. 'SIGKILL checkpoint 1': before its first
+    new last.ckpt is in place; 'SIGKILL begun 4': after the first checkpoint of the fourth run of a sweep.
+    """
+    from polarlm.training.loggers.json_lines import JsonLines
+
+    name, what, wanted = moment.split()
+    begun: list[object] = []
+
+    def reach(kind: str, which: object) -> None:
+        if kind == what and which not in begun:
+            begun.append(which)
+            if len(begun) == int(wanted):
+                os.kill(os.getpid(), getattr(signal, name))
+
+    write, replace = JsonLines.log_metrics, os.replace
+
+    def log_metrics(self, metrics, step=None):
+        write(self, metrics, step)
+        if self.path.name == "metrics.jsonl":  # not a probe's
+            reach("row", object())
+
+    def replacing(source, target, **options):
+        last = os.path.basename(target) == "last.ckpt"
+        if last:
+            reach("checkpoint", object())
+        replace(source, target, **options)
+        if last:
+            reach("begun", os.path.dirname(target))
+
+    JsonLines.log_metrics, os.replace = log_metrics, replacing
+
+
 def _child(script: str, arguments: list[str], cwd: str, log: str, environment: dict[str, str]) -> None:
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
@@ -38,8 +75,17 @@ def _child(script: str, arguments: list[str], cwd: str, log: str, environment: d
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(ROOT))
     import torch
+    from lightning.fabric.utilities import rank_zero
+
+    from polarlm.training.loggers import throughput
 
     torch.set_num_threads(1)
+    rank_zero.rank_zero_only.rank = rank_zero._get_rank() or 0  # as if it were imported now, with this environment
+    if not environment.get("WHOLE_PEAK"):
+        measure = throughput.measured_peak
+        throughput.measured_peak = lambda **_: measure(size=64, seconds=0.002)  # of the machine, not of what is tested
+    if "SIGNAL_AT" in environment:
+        _signal_at(environment["SIGNAL_AT"])
     runpy.run_path(script, run_name="__main__")
 
 
@@ -105,19 +151,7 @@ def numbers(rows: list[dict]) -> list[dict]:
 
 @pytest.fixture(scope="session")
 def forkserver():
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        [
-            "torch",
-            "lightning.pytorch",
-            "hydra",
-            "datasets",
-            "polarlm.launch.train",
-            "polarlm.training.fit",
-            "polarlm.training.module",
-        ]
-    )
-    return context
+    return forks()
 
 
 @pytest.fixture
@@ -130,7 +164,7 @@ def shell(tmp_path, forkserver):
 def workshop(tmp_path_factory, forkserver):
     """A shell shared by the tests of one file, with one finished run called `done`."""
     shell = Shell(tmp_path_factory.mktemp("workshop"), forkserver)
-    done = shell.train("name=done")
+    done = shell.train("name=done", WHOLE_PEAK="1")
     assert done.code == 0, done.out
     shell.first = done
     return shell

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from tests.end_to_end.conftest import ROOT
-from tests.ports import free_port
+from tests.end_to_end.conftest import ROOT, Done
+from tests.ports import held_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # a hang, not a busy machine
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "TORCHELASTIC_")
@@ -26,9 +26,11 @@ def command(workshop, *arguments: str) -> list[str]:
     return [str(ROOT / "train.py"), *workshop.tiny(), "model.dropout=0", *arguments]
 
 
-def run(workshop, *arguments: str, **more: str) -> subprocess.CompletedProcess:
-    options = {"cwd": workshop.folder, "env": environment(**more), "capture_output": True, "text": True}
-    return subprocess.run([sys.executable, *arguments], timeout=1500, **options)
+def run(workshop, *arguments: str) -> Done:
+    """The command in a process that is forked; the ones that it starts are not."""
+    with held_port() as port:
+        process = workshop.start(*arguments, PYTHONPATH=str(ROOT), MASTER_PORT=str(port))
+        return workshop.wait(process, timeout=1500)
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +52,8 @@ def together(workshop, request):
     """A finished run of two processes that Lightning started."""
     strategy = request.param
     done = run(workshop, *command(workshop, f"trainer={strategy}", "trainer.devices=2", f"name={strategy}"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("sample") == 1  # one table, from one process
+    assert done.code == 0, done.out
+    assert done.out.count("unigram baseline") == 1  # one table, from one process
     return strategy
 
 
@@ -91,7 +93,7 @@ def test_ranks_with_unequal_counts_weigh_by_their_tokens(workshop):
     done = workshop.train("name=aligned-alone", "model.dropout=0", whole, *options)
     assert done.code == 0, done.out
     two = run(workshop, *command(workshop, "trainer=ddp", "trainer.devices=2", "name=aligned-ddp", *options))
-    assert two.returncode == 0, two.stdout + two.stderr
+    assert two.code == 0, two.out
     alone, together = (
         [row["train/loss"] for row in workshop.rows(name) if "train/loss" in row]
         for name in ("aligned-alone", "aligned-ddp")
@@ -101,36 +103,37 @@ def test_ranks_with_unequal_counts_weigh_by_their_tokens(workshop):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_torchrun_on_one_machine(workshop, alone, strategy):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    import torch.distributed.run as torchrun
+
+    launcher = [torchrun.__file__, "--standalone", "--nproc-per-node=2"]
     name = f"torchrun-{strategy}"
     done = run(workshop, *launcher, *command(workshop, f"trainer={strategy}", "trainer.devices=2", f"name={name}"))
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.code == 0, done.out
     assert_like(workshop.rows(name), alone)
     assert sorted(p.name for p in (workshop.folder / "runs").glob(f"{name}*")) == [name]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_slurm_with_two_machines(workshop, alone, strategy):
-    """Both tasks as srun starts them with --nodes=2 --ntasks-per-node=1; here both machines are this one."""
+    """Both tasks as srun starts them with --nodes=2 --ntasks-per-node=1; here both machines are this one.
+
+    The first is forked, the second is not.
+    """
     name = f"slurm-{strategy}"
     job = {
         "SLURM_JOB_ID": "4242", "SLURM_JOB_NAME": "polarlm", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2",
         "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NODELIST": "localhost", "SLURM_LOCALID": "0",
-        "MASTER_PORT": str(free_port()),
     }  # fmt: skip
     settings = command(workshop, f"trainer={strategy}", "trainer.devices=1", "trainer.nodes=2", f"name={name}")
-    tasks = []
-    for rank in ("0", "1"):
-        log = open(workshop.folder / f"{name}-{rank}.txt", "w")  # noqa: SIM115
-        place = environment(**job, SLURM_PROCID=rank, SLURM_NODEID=rank)
-        tasks.append(
-            subprocess.Popen(
-                [sys.executable, *settings], cwd=workshop.folder, env=place, stdout=log, stderr=subprocess.STDOUT
-            )
-        )
-    codes = [task.wait(1500) for task in tasks]
-    output = "\n".join((workshop.folder / f"{name}-{rank}.txt").read_text() for rank in (0, 1))
-    assert codes == [0, 0], output
+    path = workshop.folder / f"{name}-1.txt"
+    with held_port() as port, open(path, "w") as log:
+        job["MASTER_PORT"] = str(port)
+        second = environment(**job, SLURM_PROCID="1", SLURM_NODEID="1")
+        place = {"cwd": workshop.folder, "env": second, "stdout": log, "stderr": subprocess.STDOUT}
+        other = subprocess.Popen([sys.executable, *settings], **place)
+        first = workshop.wait(workshop.start(*settings, **job, SLURM_PROCID="0", SLURM_NODEID="0"), timeout=1500)
+        code = other.wait(1500)
+    assert [first.code, code] == [0, 0], first.out + path.read_text()
     assert_like(workshop.rows(name), alone)
     assert not list((workshop.folder / "runs" / ".slurm").iterdir())  # the note for the other task is gone
 

@@ -1,9 +1,6 @@
 """A sweep that was killed, with a job that can't work, started again once."""
 
 import json
-import os
-import signal
-import time
 
 import pytest
 
@@ -23,15 +20,10 @@ def finished(folder) -> dict[str, bytes]:
 def test_eleven_results_one_clear_failure_and_nothing_trained_twice(shell):
     runs = shell.folder / "runs"
     command = ["train.py", *shell.tiny(), "-m", f"optim.lr={','.join(RATES)}", "group=twelve"]
-    process = shell.start(*command)
-    deadline = time.time() + 1000
-    while len(finished(runs)) < 3 or len({file.parts[-3] for file in runs.glob("*/checkpoints/last.ckpt")}) < 4:
-        assert process.is_alive() and time.time() < deadline, process.log.read_text()
-        time.sleep(0.02)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
+    done = shell.wait(shell.start(*command, SIGNAL_AT="SIGKILL begun 4"), timeout=1500)
+    assert done.code == -9, done.out
     before = finished(runs)
-    assert 3 <= len(before) < 11
+    assert len(before) == 3
 
     done = shell.wait(shell.start(*command), timeout=1500)
     assert done.code == 2

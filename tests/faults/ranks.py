@@ -6,19 +6,13 @@ ended too.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from pathlib import Path
 from typing import Any
 
 from tests.faults.killing import run
-
-PRELOAD = [
-    "torch", "lightning.pytorch", "polarlm.training.loop", "polarlm.training.fit", "polarlm.training.module",
-    "polarlm.training.checkpointing", "polarlm.training.incidents", "polarlm.evaluation.generate",
-    "polarlm.training.sharding", "torch.distributed.fsdp",
-]  # fmt: skip
+from tests.forks import forks
 
 
 def _rank(environment: dict[str, str], *arguments: Any) -> None:
@@ -40,8 +34,7 @@ class Ranks:
     ) -> None:
         from torch.distributed import TCPStore
 
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = forks()
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.logs = [log.with_suffix(f".{rank}.txt") for rank in range(count)]
         self.earlier = [log.stat().st_size if log.exists() else 0 for log in self.logs]  # of an earlier start

@@ -6,7 +6,6 @@ The seed is printed; POLARLM_FAULT_SEED repeats one. POLARLM_KILLS=1000 is the n
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.killing import outcome, run
+from tests.forks import forks
 from tests.training.tiny_jobs import composed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
@@ -31,11 +31,7 @@ class Workshop:
 
     def __init__(self, place: Path) -> None:
         self.place = place
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(
-            ["torch", "lightning.pytorch", "polarlm.training.loop", "polarlm.training.fit", "polarlm.training.module",
-             "polarlm.training.checkpointing", "polarlm.training.incidents", "polarlm.evaluation.generate"]
-        )  # fmt: skip
+        self.context = forks()
         self.count = 0
 
     def config(self, runs: str) -> dict:

@@ -10,9 +10,10 @@ import yaml
 from polarlm.cli import main
 from polarlm.errors import UserError
 from polarlm.model.build import build_model
-from polarlm.runs.evaluations import read_arrays, write_evaluation
+from polarlm.runs.evaluations import read_arrays, read_evaluations, write_evaluation
 from polarlm.runs.files import printable, read_config, read_json
 from polarlm.runs.lock import lock_folder
+from polarlm.runs.opening import _remove_unfinished_files
 from polarlm.runs.reading import read_run
 from polarlm.runs.restore import restore_run
 from polarlm.runs.settings_of import is_choice
@@ -73,11 +74,41 @@ def test_a_damaged_configuration_gives_one_sentence(tmp_path, text):
         read_config(tmp_path / "config.yaml")
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"a": nope}', "[" * 100_000])
+@pytest.mark.parametrize("text", ["", "{", '{"a": nope}', "[" * 100_000, "[1]", "3", "null", '"finished"', "9" * 6000])
 def test_a_damaged_summary_gives_one_sentence(tmp_path, text):
     (tmp_path / "summary.json").write_text(text)
     with pytest.raises(UserError, match=r"summary\.json is damaged"):
         read_json(tmp_path / "summary.json")
+
+
+def test_a_folder_in_the_place_of_a_file_gives_one_sentence(tmp_path):
+    for name, read in (("summary.json", read_json), ("config.yaml", read_config)):
+        (tmp_path / name).mkdir()
+        with pytest.raises(UserError, match=name):
+            read(tmp_path / name)
+
+
+@pytest.mark.parametrize("number", ["1" + "0" * 400, "-1" + "0" * 400, "1e999", "NaN", "true", '"x"', "[1]", "{}"])
+def test_numbers_that_are_none_are_left_out(tmp_path, number):
+    (tmp_path / "config.yaml").write_text("seed: 3")
+    (tmp_path / "summary.json").write_text(f'{{"seed": {number}, "val/loss": {number}, "status": {number}}}')
+    rows = f'{{"step": {number}, "train/loss": {number}}}\n{{"step": 2, "train/loss": 1.5}}\n'
+    (tmp_path / "metrics.jsonl").write_text(rows + "[" * 100_000)
+    (tmp_path / "diagnostics").mkdir()
+    probe = f'{{"step": {number}, "tokens": {number}, "layers": {number}, "values": {{"a": {number}}}}}\n'
+    (tmp_path / "diagnostics" / "probe.jsonl").write_text(probe + "[" * 100_000 + "\n" + "[" * 100_000)
+    run = read_run(tmp_path)
+    assert isinstance(run.seed, int) and abs(run.seed) <= 1
+    assert run.number("val/loss") is None and run.metrics.stream("train/loss")["train/loss"][-1] == 1.5
+
+
+def test_a_record_that_is_none_is_left_out(tmp_path):
+    (tmp_path / "evaluations").mkdir()
+    (tmp_path / "evaluations" / "a.json").write_text('{"protocol": "windows"}')
+    assert read_evaluations(tmp_path) == read_evaluations(tmp_path, "windows") == []
+    (tmp_path / "evaluations" / "b.json").write_text("[1]")
+    with pytest.raises(UserError, match=r"b\.json is damaged"):
+        read_evaluations(tmp_path)
 
 
 def test_names_can_not_steer_a_terminal(tmp_path):
@@ -154,6 +185,17 @@ def test_the_name_of_a_corpus_or_choice_does_not_lead_elsewhere(tmp_path):
     assert is_choice("block", "polar") and not is_choice("block", "../block/polar")
 
 
+def test_unfinished_files_are_not_removed_through_a_link(tmp_path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "thesis.tmp").write_text("mine")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / ".last.ckpt.tmp").write_text("half")
+    (tmp_path / "run" / "diagnostics").symlink_to(tmp_path / "theirs")
+    _remove_unfinished_files(tmp_path / "run")
+    assert (tmp_path / "theirs" / "thesis.tmp").exists()
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
 def test_a_lock_that_is_a_link_does_not_empty_the_file_behind_it(tmp_path):
     (tmp_path / "precious").write_text("mine")
     (tmp_path / "run").mkdir()
@@ -161,3 +203,13 @@ def test_a_lock_that_is_a_link_does_not_empty_the_file_behind_it(tmp_path):
     with pytest.raises(UserError, match="link to another file"):
         lock_folder(tmp_path / "run")
     assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_a_lock_that_is_a_folder_is_one_sentence_and_a_damaged_one_is_free(tmp_path):
+    (tmp_path / "run.lock").mkdir()
+    with pytest.raises(UserError, match=r"run\.lock is a folder"):
+        lock_folder(tmp_path)
+    (tmp_path / "run.lock").rmdir()
+    for text in ("[" * 100_000, "9" * 6000, "[1]", "\0"):
+        (tmp_path / "run.lock").write_text(text)
+        lock_folder(tmp_path).release()

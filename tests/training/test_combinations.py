@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import os
 import traceback
 from pathlib import Path
@@ -15,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ports import free_port
+from tests.forks import forks
+from tests.ports import held_port
 from tests.training.tiny_jobs import ROOT, fitted
 
 BLOCKS = ("standard", "xsa", "rfa", "polar", "polar_literal")
@@ -150,6 +150,7 @@ nightly = pytest.mark.skipif("POLARLM_NIGHTLY" not in os.environ, reason="compil
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # a hang, not a busy machine: g++ is not quick
 @pytest.mark.parametrize("row", [COMPILED[0], *(pytest.param(row, marks=nightly) for row in COMPILED[1:])])
 def test_it_compiles(tmp_path, reference, row):
     rows = fitted(tmp_path, tmp_path / "run", *switches(row))
@@ -184,14 +185,13 @@ def chosen(compiled: bool) -> list[tuple[int, tuple]]:
 def test_two_processes_train_like_one_in_every_strategy_and_precision(tmp_path, reference, compiled):
     # Also imports, before the fork.
     expected = {number: reference(row[0], CLIPPING[row[3]]) for number, row in chosen(compiled)}
-    port = free_port()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "lightning.pytorch", "hydra", "polarlm.training.fit"])
-    ranks = [context.Process(target=_rank, args=(rank, port, tmp_path, compiled), daemon=True) for rank in (0, 1)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
+    with held_port() as port:
+        given = [(rank, port, tmp_path, compiled) for rank in (0, 1)]
+        ranks = [forks().Process(target=_rank, args=arguments, daemon=True) for arguments in given]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
     output = "\n".join((tmp_path / f"rank-{rank}.txt").read_text() for rank in (0, 1))
     assert [process.exitcode for process in ranks] == [0, 0], output
     for number, row in chosen(compiled):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,18 +97,22 @@ class SubwordTokenizer(Tokenizer):
 
     def encode_array(self, text: str) -> np.ndarray:
         if self._fast is None:
-            return self._checked(text, np.array(self._library.encode(text, add_special_tokens=False).ids, np.uint32))
+            return self._checked(text, np.array(self._encoded([text])[0].ids, np.uint32))
         return self._fast.encode_to_numpy(text, disallowed_special=())
+
+    def _encoded(self, texts: Sequence[str]) -> list[Any]:
+        with _without_panic():
+            return self._library.encode_batch_fast(list(texts), add_special_tokens=False)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         if self._fast is not None:
             return [self.encode_array(text) for text in texts]
-        encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
+        encodings = self._encoded(texts)
         return [self._checked(text, np.array(one.ids, np.uint32)) for text, one in zip(texts, encodings)]
 
     def encode_slowly(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids by the `tokenizers` library itself: the reference the fast path must equal."""
-        return [one.ids for one in self._library.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [one.ids for one in self._encoded(texts)]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._library.decode([int(i) for i in ids], skip_special_tokens=False)
@@ -154,8 +159,21 @@ class SubwordTokenizer(Tokenizer):
         # tiktoken searches for the empty expression otherwise and takes twice as long.
         special = {self.eos or EOS: self.vocab_size}
         fast = tiktoken.Encoding("polarlm", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-        same = fast.encode_ordinary(_PROBE) == self._library.encode(_PROBE, add_special_tokens=False).ids
+        same = fast.encode_ordinary(_PROBE) == self._encoded([_PROBE])[0].ids
         return fast if same else None
+
+
+@contextlib.contextmanager
+def _without_panic() -> Iterator[None]:
+    """A regular expression that backtracks for ever is given up by the library in a way that no `except` expects."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UserError(
+            f"this tokenizer can't encode the text ({' '.join(str(error).split())[:200]}); use another tokenizer."
+        ) from None
 
 
 def _covers(decoded: str, text: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -57,9 +58,9 @@ class JsonLines(Sink):
         write_beside(self.path, b"".join(line + b"\n" for line in kept))
 
     def rows(self) -> list[dict[str, Any]]:
-        """All rows written so far."""
-        return (
-            [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
-            if self.path.exists()
-            else []
-        )
+        """All rows written so far, without damaged ones."""
+        rows = []
+        for line in self.path.read_bytes().splitlines() if self.path.exists() else ():
+            with contextlib.suppress(ValueError, RecursionError):
+                rows.append(json.loads(line))
+        return [row for row in rows if isinstance(row, dict)]

@@ -23,6 +23,7 @@ def test_damaged_rows_are_left_out_and_told(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n\xff\xfe\n[3]\n{"x": 1}\n{"step": "a"}\n{"step": 2}\n{"st')
     lines = JsonLines(path)
+    assert [row.get("step") for row in lines.rows()] == [1, None, "a", 2]  # also when nothing is left to train
     lines.rewind(20)
     assert [row["step"] for row in lines.rows()] == [1, 2]
     assert "4 damaged lines are left out" in capsys.readouterr().err

@@ -225,12 +225,11 @@ class TestMode:
     @pytest.mark.timeout(60)
     @pytest.mark.parametrize("mode", ["auto", "online"])
     def test_a_dead_network_is_noticed(self, monkeypatch, mode):
-        with socket.socket() as free:  # a port nobody listens on
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
-        chosen, note = wandb_mode.choose_mode(mode)
+        with socket.socket() as ours:  # nobody listens on it, and nobody else can
+            ours.bind(("127.0.0.1", 0))
+            monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{ours.getsockname()[1]}")
+            chosen, note = wandb_mode.choose_mode(mode)
         assert chosen == "offline" and "does not answer" in note and "\n" not in note
 
     @pytest.mark.timeout(60)

@@ -1,0 +1,28 @@
+"""Imported by the server that tests fork from (tests/forks.py): what a run imports and reads while it works."""
+
+# ruff: noqa: F401
+
+import matplotlib.backends.backend_agg
+import matplotlib.figure
+import tokenizers
+
+import polarlm.data.baselines
+import polarlm.data.tokenizers.bpe
+import polarlm.diagnostics
+import polarlm.evaluation.baselines
+import polarlm.launch.board
+import polarlm.launch.entry
+import polarlm.launch.evaluate
+import polarlm.launch.match
+import polarlm.launch.pool
+import polarlm.launch.table
+import polarlm.report.figure
+import polarlm.training.loggers.progress
+import polarlm.training.optimisers.adamw
+import polarlm.training.probing
+import polarlm.training.schedules.cosine
+import polarlm.training.steps
+import polarlm.verdict.budget
+from polarlm.launch.overrides import compose, config_loader
+
+compose(config_loader(), "train", [])
