@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from polarlm.errors import UserError, did_you_mean
+from polarlm.errors import UserError, did_you_mean, typed_command
 from polarlm.evaluation.metrics import METRICS, formatted
 from polarlm.visible import visible_text
 
@@ -42,7 +42,7 @@ def as_lists(arguments: Sequence[str]) -> list[str]:
 def evaluate_run(cfg: DictConfig) -> float:
     """Ask every checkpoint every protocol; prints, stores in the run folders, returns the first loss found."""
     if OmegaConf.is_missing(cfg, "checkpoint"):
-        raise UserError("checkpoint must be given: python eval.py checkpoint=runs/<name>")
+        raise UserError(f"checkpoint must be given: {typed_command('eval')} checkpoint=runs/<name>")
     options: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     names = protocol_names(options["protocol"])
     checkpoints = find_checkpoints(_several(options["checkpoint"]))

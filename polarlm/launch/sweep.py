@@ -124,7 +124,11 @@ def print_sweep_summary() -> None:
 
 def add_parser(verbs: Any) -> None:
     """Add `polarlm sweep status`."""
-    sweep = verbs.add_parser("sweep", help="how a sweep is doing: sweep status GROUP")
+    sweep = verbs.add_parser(
+        "sweep",
+        help="how a sweep is doing: sweep status GROUP",
+        description="How a sweep is doing, from any terminal. It is started with: polarlm train -m …, or sweep=NAME",
+    )
     actions = sweep.add_subparsers(title="actions", metavar="action", required=True)
     status = actions.add_parser("status", help="jobs done, running, failed and waiting", description="A sweep's jobs.")
     status.add_argument("group", help="the sweep's name (its plan names it; a named sweep has its own)")

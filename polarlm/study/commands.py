@@ -42,7 +42,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--summaries", type=Path, help="where the rows go (docs/study; of --quick the runs' folder)")
     parser.add_argument("--out", type=Path, default=Path("docs/results.md"), help="of results (docs/results.md)")
     parser.add_argument(
-        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of every run: trainer=gpu (an other study)"
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of every run: trainer=gpu (another study)"
     )
     parser.set_defaults(run=study)
 
