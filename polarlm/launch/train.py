@@ -90,6 +90,8 @@ def named_sizes(choice: str) -> dict[str, Any]:
 
 def train_and_tell(config: dict[str, Any]) -> float:
     """Train in this process and print the final table (rank 0); returns the validation loss."""
+    if sys.stderr.isatty():  # importing torch and Lightning is silent and takes seconds; the next line replaces this
+        print("starting …", end="\r", file=sys.stderr, flush=True)
     from polarlm.launch.match import apply_match
     from polarlm.launch.table import final_table
     from polarlm.report.figure import write_summary_png
