@@ -1,4 +1,4 @@
-"""`train --help` and `eval --help`: the text of the yaml, with the choices that can be typed and the command as typed."""
+"""`train --help` and `eval --help`: the text of the yaml, the choices that can be typed, the command as typed."""
 
 from __future__ import annotations
 

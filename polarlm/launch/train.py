@@ -16,6 +16,7 @@ from polarlm.launch.processes import start_job, stop_job
 from polarlm.locations import CONFIGS
 from polarlm.runs.files import read_json
 from polarlm.runs.sweeps import RESULT_VARIABLE, SWEPT_VARIABLE, command_overrides, find_finished, sweep_group
+from polarlm.visible import fitted
 
 
 def train_job(cfg: DictConfig) -> float:
@@ -100,7 +101,7 @@ def train_and_tell(config: dict[str, Any]) -> float:
     result = train_run(apply_match(config), pictures=write_summary_png)
     if result is None:
         return float("nan")
-    print(final_table(result.summary, result.folder, result.summary["sample"]))
+    print(fitted(final_table(result.summary, result.folder, result.summary["sample"]), sys.stdout, hang=14))
     return float(result.summary["val/loss"])
 
 
