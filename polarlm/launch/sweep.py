@@ -11,6 +11,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 
 from polarlm.errors import UserError, did_you_mean
+from polarlm.visible import fitted
 
 _jobs: list[tuple[str, str, str]] = []  # (status, overrides, result) of this process's sweep
 _varied: list[str] = []
@@ -65,14 +66,12 @@ def print_plan(plan: Any, config_name: str) -> None:
     ]
     finished, begun = done.count("finished"), sum(status not in (None, "finished") for status in done)
     print(f"Sweep {group}: {len(plan.jobs)} jobs, varying {', '.join(counts) or 'nothing'}", file=sys.stderr)
-    print(
-        f"  {finished} already finished, {begun} to continue, {len(good) - finished - begun} new"
-        f"; look with: polarlm sweep status {group} --runs {first['runs_dir']}",
-        file=sys.stderr,
-    )
+    where = "" if first["runs_dir"] == "runs" else f" --runs {first['runs_dir']}"
+    print(f"  {finished} already finished, {begun} to continue, {len(good) - finished - begun} new", file=sys.stderr)
+    print(f"  look from another terminal with: polarlm sweep status {group}{where}", file=sys.stderr)
     for job in plan.jobs:
         if job.error is not None:
-            print(f"  will fail: {job.error}", file=sys.stderr)
+            print(fitted(f"  will fail: {job.error}", sys.stderr), file=sys.stderr)
     print_estimate(plan, [job.config for job, state in zip(good, done) if state != "finished"])
 
 

@@ -105,7 +105,7 @@ function curveFigure(kind, unit, read, title, note, { back = (v) => v, reference
   const { shapes, annotations, range } = references(reference && DATA.references[reference], usefulRange(traces));
   const bandWord = spread ? (state.band === "interval" ? " Band: 95 % interval of the mean." : " Band: range of seeds.") : "";
   return {
-    title: title(ends, DATA.runs.some((run) => isShown(run) && run.status === "running") ? "stands at" : "ends at"), note: note + bandWord, groups: drawn, traces,
+    title: title(ends, DATA.runs.some((run) => isShown(run) && !["finished", "failed"].includes(run.status)) ? "stands at" : "ends at"), note: note + bandWord, groups: drawn, traces,
     layout: {
       uirevision: [state.axis, state.logX, state.logY].join(), hovermode: "closest", shapes, annotations,
       xaxis: { title: { text: AXES[state.axis] }, type: state.logX ? "log" : "linear", exponentformat: "SI" },
