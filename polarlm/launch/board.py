@@ -83,9 +83,8 @@ class Board:
         from rich.table import Table
 
         waiting = self.total - self.done - self.failed - len(self.running)
-        table = Table(
-            title=f"{self.done} finished, {self.failed} failed, {len(self.running)} running, {waiting} waiting"
-        )
+        title = f"{self.done} finished, {self.failed} failed, {len(self.running)} running, {waiting} waiting"
+        table = Table(title=title, min_width=len(title) + 2)  # a title is broken where the table ends
         table.add_column("job")
         table.add_column("settings")
         table.add_column("time", justify="right")

@@ -84,5 +84,5 @@ def headline(job: Job, folder: Path, *, again: bool) -> str:
         f"  {choices['block']} block, {choices['model']} model, {job.model.parameter_count():,} parameters; {where}\n"
         f"  {choices['data']}: {tokens:,} tokens "
         f"({choices['tokenizer']}, vocabulary {job.corpus.tokenizer.vocab_size:,}); "
-        f"{job.steps:,} steps of {plan.tokens:,} tokens, {epochs:.1f} passes{reasons}"
+        f"{job.steps:,} steps of {plan.tokens:,} tokens, {epochs:.2g} passes{reasons}"
     )
