@@ -37,7 +37,11 @@ COMMANDS = found()
 
 
 def test_pages_print_commands():
-    assert len(COMMANDS) > 60 and {page for page, _ in COMMANDS} >= {"README.md", "docs/sweeps.md", "docs/evaluation.md"}
+    assert len(COMMANDS) > 60 and {page for page, _ in COMMANDS} >= {
+        "README.md",
+        "docs/sweeps.md",
+        "docs/evaluation.md",
+    }
 
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{page}: {command}" for page, command in COMMANDS])

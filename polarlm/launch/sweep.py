@@ -11,7 +11,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 
 from polarlm.errors import UserError, did_you_mean
-from polarlm.visible import fitted
+from polarlm.visible import fitted, visible_text
 
 _jobs: list[tuple[str, str, str]] = []  # (status, overrides, result) of this process's sweep
 _varied: list[str] = []
@@ -57,7 +57,12 @@ def print_plan(plan: Any, config_name: str) -> None:
     group = str(first["group"] or sweep_group(first, good[0].overrides, set(plan.varied)))
     known = known_runs(first["runs_dir"])
     done = [known.get(identity_of(job.config), (None, {}))[1].get("status") for job in good]
-    rows = [{"overrides": job.overrides, "identity": identity_of(job.config)} for job in good]
+    rows = [
+        {"overrides": job.overrides, "identity": "", "refused": str(job.error)}
+        if job.config is None
+        else {"overrides": job.overrides, "identity": identity_of(job.config)}
+        for job in plan.jobs
+    ]
     write_plan(first["runs_dir"], group, plan.varied, rows)
     _planned[:] = [(first["runs_dir"], group)]
     counts = [
@@ -142,6 +147,7 @@ def show_status(options: argparse.Namespace) -> int:
 
 def print_states(runs_dir: str, group: str, out: Any) -> list[str]:
     """One line per planned job from what its run folder says; returns the states."""
+    from polarlm.runs.lock import writer_is_gone
     from polarlm.runs.sweeps import key_of, known_runs, read_plan
 
     plan = read_plan(runs_dir, group)
@@ -156,7 +162,13 @@ def print_states(runs_dir: str, group: str, out: Any) -> list[str]:
         name = " ".join(text for text in job["overrides"] if key_of(text) in plan["varied"])
         loss = summary.get("val/loss")
         result = f"val loss {loss:.4f}" if loss is not None else str(summary.get("error", ""))[:80]
-        rows.append((summary.get("status", "waiting"), name, result, folder.name if folder else ""))
+        if "refused" in job:
+            rows.append(("refused", name, visible_text(str(job["refused"])), ""))
+            continue
+        state = summary.get("status", "waiting")
+        if state == "running" and folder is not None and writer_is_gone(folder):
+            state, result = "killed", "the same command continues it"
+        rows.append((state, name, result, folder.name if folder else ""))
     width, states = max(len(name) for _, name, _, _ in rows), [row[0] for row in rows]
     told = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     print(f"{plan['group']}: {told}", file=out)
