@@ -166,13 +166,15 @@ def table_of(value: Any, name: str) -> list[str]:
     plain = {key: entry for key, entry in value.items() if not isinstance(entry, (dict, list))}
     lines = [", ".join(f"{key} {_short(entry)}" for key, entry in plain.items())] if plain else []
     simple = {key: column for key, column in columns.items() if all(not isinstance(x, (list, dict)) for x in column)}
-    if simple:
-        rows = [list(simple), *([_short(cell) for cell in row] for row in zip(*simple.values()))]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(simple))]
+    judged = columns.get("metrics") or []  # of each row: a row of the same table says which it belongs to
+    shown = [m for m in METRICS if any(m.name in entry for entry in judged)]
+    if simple or judged:
+        heads = [*simple, *(m.short for m in shown)]
+        cells = list(zip(*simple.values())) if simple else [()] * len(judged)
+        found = [[formatted(m.name, entry.get(m.name)) for m in shown] for entry in judged] or [[]] * len(cells)
+        rows = [heads, *([*map(_short, row), *numbers] for row, numbers in zip(cells, found))]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
         lines += ["  ".join(f"{cell:>{w}}" for cell, w in zip(row, widths)) for row in rows]
-    for key, column in columns.items():
-        if key == "metrics":
-            lines += [f"{metric_line(entry)}" for entry in column]
     for key, entry in value.items():
         if isinstance(entry, dict):
             lines += [key, *(f"  {line}" for line in table_of(entry, key))]

@@ -73,7 +73,7 @@ def lock_folder(folder: Path) -> RunLock:
 
 
 def writer_is_gone(folder: Path) -> bool:
-    """Whether the process that wrote here last was on this machine and was killed; takes no lock, so it disturbs none."""
+    """Whether the process that wrote here last was on this machine and was killed; takes no lock, disturbs nobody."""
     path = folder / NAME
     try:
         with path.open(encoding="utf-8") as file:

@@ -32,3 +32,17 @@ def test_long_lines_are_broken_between_words_on_a_terminal_only(monkeypatch):
     assert max(map(len, lines)) <= 80 and len(lines) == 3 and lines[1][:14].isspace() and not lines[1][14].isspace()
     assert " ".join(" ".join(lines).split()) == " ".join(text.split())
     assert fitted(text, io.StringIO()) == text
+
+
+def test_numbers_at_several_lengths_stand_beside_their_length():
+    from polarlm.launch.evaluate import table_of
+
+    found = {
+        "factor": [1, 2],
+        "context": [32, 64],
+        "metrics": [{"loss": 1.5}, {"loss": 2.5}],
+        "by_position": [[1], [2]],
+    }
+    head, *rows = (line.split() for line in table_of(found, "by_length"))
+    assert head == ["factor", "context", "loss"]
+    assert rows == [["1", "32", "1.5000"], ["2", "64", "2.5000"]]
