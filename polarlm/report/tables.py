@@ -156,7 +156,8 @@ def show_estimate(estimate: Estimate, signed: bool = False) -> str:
         return f"{estimate.mean:{sign}{kept}.4g}".replace("-", "−")
     # Two digits of the uncertainty are all that it can carry.
     digits = max(0, -int(f"{half:.1e}".partition("e")[2]) + 1)
-    return f"{estimate.mean:{sign}.{digits}f} ± {half:.{digits}f}".replace("-", "−")
+    mean = round(estimate.mean, digits) + 0.0  # −0.000 has no sign
+    return f"{mean:{sign if mean else ''}.{digits}f} ± {half:.{digits}f}".replace("-", "−")
 
 
 def _so_far(estimate: Estimate) -> str:

@@ -46,3 +46,10 @@ def test_numbers_at_several_lengths_stand_beside_their_length():
     head, *rows = (line.split() for line in table_of(found, "by_length"))
     assert head == ["factor", "context", "loss"]
     assert rows == [["1", "32", "1.5000"], ["2", "64", "2.5000"]]
+
+
+def test_a_difference_that_rounds_to_zero_has_no_sign():
+    from polarlm.report.tables import show_estimate
+    from polarlm.verdict.estimates import estimate_mean
+
+    assert show_estimate(estimate_mean([-0.005, 0.0042]), signed=True).startswith("0.000 ±")

@@ -174,7 +174,7 @@ FIGURES.gradient = () => curveFigure("train", "gradient norm", (run) => run.trai
   (ends, verb) => `Gradient norm ${verb}: ` + perGroup(ends), "Before clipping, averaged over short stretches of steps" + (state.smoothing ? `, then smoothed (${state.smoothing}).` : "."));
 
 FIGURES.rate = () => curveFigure("train", "learning rate", (run) => run.train.lr,
-  (ends) => "Learning rate at its highest: " + perGroup(ends.map(({ group }) => ({ group, value: highest(shownRuns(group).flatMap((run) => finite(run.train.lr))) }))),
+  (ends) => "Highest learning rate logged: " + perGroup(ends.map(({ group }) => ({ group, value: highest(shownRuns(group).flatMap((run) => finite(run.train.lr))) }))),
   "As scheduled.", { smoothed: false });
 
 FIGURES.throughput = () => {

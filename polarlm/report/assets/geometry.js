@@ -114,7 +114,7 @@ FIGURES.heat = () => {
   const scaleOf = (from, to) => (from < 0 && to > 0 ? { colorscale: aroundZero(), from: -Math.max(-from, to), to: Math.max(-from, to) } : { colorscale: "Cividis", from, to });
   const shared = scaleOf(low, high);
   const columns = Math.min(groups.length, narrow() ? 1 : innerWidth < 1000 ? 2 : 4), rows = Math.ceil(groups.length / columns), gapX = 0.05;
-  const room = narrow() ? 46 : innerWidth < 1000 ? 40 : 28, longest = Math.max(...groups.map((g) => DATA.groups[g].label.length + (within ? 20 : 0))), twice = longest > room;
+  const room = narrow() ? 46 : Math.floor(Math.min(innerWidth, 1400) / (12.5 * columns)), longest = Math.max(...groups.map((g) => DATA.groups[g].label.length + (within ? 20 : 0))), twice = longest > room;
   const gapY = (twice ? 0.3 : 0.2) / rows;
   const width = (1 - gapX * (columns - 1)) / columns, height = (1 - gapY * (rows - 1)) / rows;
   const layout = { annotations: [], margin: { l: 52, r: 12, t: twice ? 58 : 26, b: 42 }, coloraxis: within ? undefined : { colorscale: shared.colorscale, cmin: shared.from, cmax: shared.to,
