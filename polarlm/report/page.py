@@ -123,7 +123,8 @@ def _html(table: Table, judgement: Judgement) -> str:
         cells = ""
         for column, (name, cell) in enumerate(zip(table.columns[1:], row[1:]), start=1):
             style = kind if column == verdict_column else ""
-            cells += f'<td{style} data-label="{escape(name, quote=True)}">{escape(cell)}</td>'
+            whole = escape(cell).replace("± ", "±&nbsp;")  # in a narrow window a line ends before ±, not after it
+            cells += f'<td{style} data-label="{escape(name, quote=True)}">{whole}</td>'
         grey = ' class="unequal"' if judgement.rows[index].role == UNEQUAL else ""
         body.append(f"<tr{grey}>{first}{cells}</tr>")
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
