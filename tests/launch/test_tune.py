@@ -124,9 +124,8 @@ def test_a_search_is_not_continued_with_other_settings(search):
         search("trainer.max_steps=7", *RANGE, "--trials", "2")
     with pytest.raises(UserError, match=r"searched: optim.lr → optim.weight_decay"):
         search("--group", "tune-lr-standard", "--key", "optim.weight_decay", *RANGE, "--trials", "2")
-    search(
-        "--low", "1e-3", "--high", "1", "--trials", "2", "trainer.log_every=5"
-    )  # the range and what is shown may change
+    # The range, and what is only shown, may change.
+    search("trainer.log_every=5", "--low", "1e-3", "--high", "1", "--trials", "2")
     assert len(FakeJob.kept) == 2
 
 
