@@ -94,5 +94,7 @@ def test_the_version_is_told(capsys):
 
 
 def test_settings_may_stand_before_and_after_flags():
-    options = cli.parser().parse_args("tune block=polar --low 1 --high 2 seed=3 --trials 4 optim.lr=1".split())
+    options = cli.parser().parse_args(
+        ["tune", "block=polar", "--low", "1", "--high", "2", "seed=3", "--trials", "4", "optim.lr=1"]
+    )
     assert options.settings == ["block=polar", "seed=3", "optim.lr=1"] and options.trials == 4
