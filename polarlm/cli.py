@@ -61,6 +61,9 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse everything, or name the flag that nobody knows."""
         options, unknown = self.parse_known_args(args, namespace)
+        if isinstance(settings := getattr(options, "settings", None), list):  # key=value may stand after a flag, too
+            settings += [word for word in unknown if "=" in word and not word.startswith("-")]
+            unknown = [word for word in unknown if word not in settings]
         if unknown:
             near = did_you_mean(unknown[0].partition("=")[0], sorted(set(self.flags())))
             raise UserError(f"'{unknown[0]}' is not understood. {near}See {self.prog} --help")

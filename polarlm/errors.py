@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class UserError(ValueError):
@@ -18,3 +20,8 @@ def did_you_mean(word: str, options: Iterable[str]) -> str:
     tail = word.rpartition(".")[2]
     close += [o for o in options if o not in close and o.rpartition(".")[2] == tail][:2]
     return f"Did you mean {' or '.join(close[:3])}? " if close else ""
+
+
+def typed_command(verb: str) -> str:
+    """How this person starts `verb` (train or eval): the script of a checkout, or the installed command."""
+    return f"python {verb}.py" if Path(sys.argv[0]).name in ("train.py", "eval.py") else f"polarlm {verb}"

@@ -1,8 +1,14 @@
-"""Text from a model or a stranger, safe to print: a terminal obeys control characters, so they are shown instead."""
+"""Text from a model or a stranger, safe to print: a terminal obeys control characters, so they are shown instead.
+
+And lines of our own that are longer than the terminal is wide.
+"""
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 import unicodedata
+from typing import TextIO
 
 # Cc: control characters; Cf: invisible formatting (also what turns text around); the rest has no glyph of its own.
 _HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
@@ -20,3 +26,16 @@ def visible_text(text: str) -> str:
 def escape(character: str) -> str:
     """A character as Python would write it in a string."""
     return character.encode("unicode_escape").decode("ascii")
+
+
+def fitted(text: str, stream: TextIO, hang: int = 4) -> str:
+    """Lines that fit the terminal `stream` is, broken between words and indented by `hang`; elsewhere as they are."""
+    if not stream.isatty():
+        return text
+    width = max(40, shutil.get_terminal_size().columns)
+    return "\n".join(
+        textwrap.fill(line, width, subsequent_indent=" " * hang, break_long_words=False, break_on_hyphens=False)
+        if len(line) > width
+        else line
+        for line in text.splitlines()
+    )

@@ -58,8 +58,22 @@ def test_the_help_is_written_for_people():
     out = subprocess.run(
         [sys.executable, "train.py", "--help"], capture_output=True, text=True, cwd=CONFIGS.parent
     ).stdout
-    for text in ("block: ", "polar", "trainer.max_steps", "Examples", "python train.py -m", "--cfg job"):
+    for text in ("block: ", "polar", "trainer.max_steps", "Examples", "python train.py -m", "--cfg job", "launcher: "):
         assert text in out
+    assert "study: " not in out and "data/common" not in out  # cannot be chosen here
+
+
+def test_the_help_names_the_command_that_was_typed(monkeypatch, capsys):
+    from polarlm import cli
+
+    monkeypatch.setattr("sys.argv", ["/usr/bin/polarlm", "train", "--help"])
+    monkeypatch.setenv("COLUMNS", "80")
+    for verb in ("train", "eval"):
+        cli.main([verb, "--help"])
+        out = capsys.readouterr().out
+        assert f"polarlm {verb} " in out and ".py" not in out  # an installed package has no train.py
+        choices = out[out.index("  block: " if verb == "train" else "  data: ") :].split("\n\n")[0]
+        assert max(map(len, choices.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("choice", [f"{group}={name}" for group in (*GROUPS, "block") for name in choices(group)])

@@ -64,7 +64,7 @@ def data_settings(choices: list[str]) -> tuple[dict[str, Any], dict[str, Any], s
     except HydraException as error:
         raise UserError(
             f"{' '.join(str(error).split())} Give choices as key=value, for example data=text data.path=book.txt; "
-            "`python train.py --cfg job` shows every key."
+            "`polarlm train --cfg job` shows every key."
         ) from None
     plain: Any = OmegaConf.to_container(
         OmegaConf.create({k: config[k] for k in ("data", "tokenizer", "cache_dir")}), resolve=True

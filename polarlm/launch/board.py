@@ -59,7 +59,10 @@ class Board:
             outcome = f"failed: {result._return_value}"
         left = self.total - self.done - self.failed
         more = f"; {left} to go, about {clock(self.seconds_left())}" if left else ""
-        self.say(f"job {number + 1}/{self.total} {outcome} ({clock(seconds)}){more}")
+        line = f"job {number + 1}/{self.total} {outcome} ({clock(seconds)}){more}"
+        self.say(line)
+        if self.live is not None and result.status != JobStatus.COMPLETED:  # stays above the table
+            self.live.console.print(f"{name}: {line}", markup=False, highlight=False)
 
     def seconds_left(self) -> float:
         """Expected time until the last job ends, from the jobs that have ended."""
@@ -80,9 +83,8 @@ class Board:
         from rich.table import Table
 
         waiting = self.total - self.done - self.failed - len(self.running)
-        table = Table(
-            title=f"{self.done} finished, {self.failed} failed, {len(self.running)} running, {waiting} waiting"
-        )
+        title = f"{self.done} finished, {self.failed} failed, {len(self.running)} running, {waiting} waiting"
+        table = Table(title=title, min_width=len(title) + 2)  # a title is broken where the table ends
         table.add_column("job")
         table.add_column("settings")
         table.add_column("time", justify="right")

@@ -58,7 +58,10 @@ def run(task: Task, config_name: str, arguments: Sequence[str] | None = None) ->
     try:
         flags, overrides = split_arguments([a for a in arguments if a != "--debug"])
         others = [a for a in arguments if a not in (*overrides, "--debug")]
-        if not flags & {"help", "hydra_help", "shell_completion"}:
+        if "help" in flags:
+            with ended_by_its_reader():
+                return print_help(config_name)
+        if not flags & {"hydra_help", "shell_completion"}:
             multirun, show_only = "multirun" in flags, bool(flags & SHOWING)
             overrides = check_command_line(config_name, overrides, multirun=multirun, show_only=show_only)
         sys.argv = [typed[0], *others, *overrides]
@@ -96,6 +99,14 @@ def check_command_line(config_name: str, overrides: list[str], *, multirun: bool
     if plan.multirun and not show_only:
         print_sweep_plan(plan, config_name)
     return plan.overrides
+
+
+def print_help(config_name: str) -> None:
+    """`--help`: Hydra's own would also list what cannot be chosen here."""
+    from polarlm.launch.help import help_text
+    from polarlm.launch.overrides import config_loader
+
+    print(help_text(config_loader(), config_name))
 
 
 def start(task: Task, config_name: str) -> None:

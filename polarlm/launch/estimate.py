@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ def seconds_of_jobs(configs: Sequence[dict[str, Any]], threads: int | None = Non
     measured = kinds
     if len(kinds) > MOST_KINDS:
         measured = {kind_of(c): c for c in {c["choices"]["block"]: c for c in kinds.values()}.values()}
+    print("  measuring a few steps …", file=sys.stderr, flush=True)
     times = measure_kinds(measured, threads)
     speeds = {measured[kind]["choices"]["block"]: t / flops_of_step(measured[kind]) for kind, t in times.items()}
     for kind in kinds.keys() - times.keys():

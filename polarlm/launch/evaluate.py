@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from polarlm.columns import aligned
 from polarlm.data.read.source import require_text
-from polarlm.errors import UserError, did_you_mean
+from polarlm.errors import UserError, did_you_mean, typed_command
 from polarlm.evaluation.metrics import METRICS, formatted
 from polarlm.visible import visible_text
 
@@ -44,7 +44,7 @@ def as_lists(arguments: Sequence[str]) -> list[str]:
 def evaluate_run(cfg: DictConfig) -> float:
     """Ask every checkpoint every protocol; prints, stores in the run folders, returns the first loss found."""
     if OmegaConf.is_missing(cfg, "checkpoint"):
-        raise UserError("checkpoint must be given: python eval.py checkpoint=runs/<name>")
+        raise UserError(f"checkpoint must be given: {typed_command('eval')} checkpoint=runs/<name>")
     options: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     names = protocol_names(options["protocol"])
     checkpoints = find_checkpoints(_several(options["checkpoint"]))
@@ -170,12 +170,13 @@ def table_of(value: Any, name: str) -> list[str]:
     plain = {key: entry for key, entry in value.items() if not isinstance(entry, (dict, list))}
     lines = [", ".join(f"{key} {_short(entry)}" for key, entry in plain.items())] if plain else []
     simple = {key: column for key, column in columns.items() if all(not isinstance(x, (list, dict)) for x in column)}
-    if simple:
-        rows = [list(simple), *([_short(cell) for cell in row] for row in zip(*simple.values()))]
-        lines += aligned(rows, first_left=False)
-    for key, column in columns.items():
-        if key == "metrics":
-            lines += [f"{metric_line(entry)}" for entry in column]
+    judged = columns.get("metrics") or []  # of each row: a row of the same table says which it belongs to
+    shown = [m for m in METRICS if any(m.name in entry for entry in judged)]
+    if simple or judged:
+        cells = list(zip(*simple.values())) if simple else [()] * len(judged)
+        metrics = [[formatted(m.name, entry.get(m.name)) for m in shown] for entry in judged] or [[]] * len(cells)
+        rows = [[*map(_short, row), *numbers] for row, numbers in zip(cells, metrics)]
+        lines += aligned([[*simple, *(m.short for m in shown)], *rows], first_left=False)
     for key, entry in value.items():
         if isinstance(entry, dict):
             lines += [key, *(f"  {line}" for line in table_of(entry, key))]

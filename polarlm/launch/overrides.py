@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from polarlm.errors import UserError, did_you_mean
+from polarlm.errors import UserError, did_you_mean, typed_command
 from polarlm.launch.check import check_eval, check_train
 from polarlm.launch.plugins import register_plugins
 from polarlm.locations import CONFIGS, own_configs
@@ -130,7 +130,7 @@ def _check_choice(loader: Any, config_name: str, groups: dict[str, Any], overrid
                 raise UserError(f"A study is a plan of many runs: python -m polarlm study {override.value()}")
             raise UserError(
                 f"{config_name}.py has no '{name}': a run is judged on what it was trained with. "
-                f"Train another run for another {name}, or see python {config_name}.py --help"
+                f"Train another run for another {name}, or see {typed_command(config_name)} --help"
             )
         return
     if override.is_delete():
@@ -190,7 +190,7 @@ def _check_key(config_name: str, groups: dict[str, Any], choices: tuple[str, ...
         where = f" with {' '.join(choices)}" if choices and name.partition(".")[0] in groups else ""
         raise UserError(
             f"There is no setting '{name}'{where}. {did_you_mean(name, near)}"
-            f"See all with: python {config_name}.py --cfg job"
+            f"See all with: {typed_command(config_name)} --cfg job"
         )
     if o.is_delete():
         raise UserError(f"'{o.input_line}': a setting can't be taken away; give it another value")

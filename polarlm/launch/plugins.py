@@ -1,4 +1,4 @@
-"""What we add to Hydra: where it looks for configuration, and (later in this file) how it runs jobs."""
+"""What we add to Hydra: where else it looks for configuration."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 
 from polarlm.errors import UserError, did_you_mean
+from polarlm.visible import fitted, visible_text
 
 _jobs: list[tuple[str, str, str]] = []  # (status, overrides, result) of this process's sweep
 _varied: list[str] = []
@@ -56,7 +57,12 @@ def print_sweep_plan(plan: Any, config_name: str) -> None:
     group = str(first["group"] or sweep_group(first, good[0].overrides, set(plan.varied)))
     known = known_runs(first["runs_dir"])
     done = [known.get(identity_of(job.config), (None, {}))[1].get("status") for job in good]
-    rows = [{"overrides": job.overrides, "identity": identity_of(job.config)} for job in good]
+    rows = [
+        {"overrides": job.overrides, "identity": "", "refused": str(job.error)}
+        if job.config is None
+        else {"overrides": job.overrides, "identity": identity_of(job.config)}
+        for job in plan.jobs
+    ]
     write_plan(first["runs_dir"], group, plan.varied, rows)
     _planned[:] = [(first["runs_dir"], group)]
     counts = [
@@ -65,14 +71,12 @@ def print_sweep_plan(plan: Any, config_name: str) -> None:
     ]
     finished, begun = done.count("finished"), sum(status not in (None, "finished") for status in done)
     print(f"Sweep {group}: {len(plan.jobs)} jobs, varying {', '.join(counts) or 'nothing'}", file=sys.stderr)
-    print(
-        f"  {finished} already finished, {begun} to continue, {len(good) - finished - begun} new"
-        f"; look with: polarlm sweep status {group} --runs {first['runs_dir']}",
-        file=sys.stderr,
-    )
+    where = "" if first["runs_dir"] == "runs" else f" --runs {first['runs_dir']}"
+    print(f"  {finished} already finished, {begun} to continue, {len(good) - finished - begun} new", file=sys.stderr)
+    print(f"  look from another terminal with: polarlm sweep status {group}{where}", file=sys.stderr)
     for job in plan.jobs:
         if job.error is not None:
-            print(f"  will fail: {job.error}", file=sys.stderr)
+            print(fitted(f"  will fail: {job.error}", sys.stderr), file=sys.stderr)
     print_estimate(plan, [job.config for job, state in zip(good, done) if state != "finished"])
 
 
@@ -124,7 +128,11 @@ def print_sweep_summary() -> None:
 
 def add_parser(verbs: Any) -> None:
     """Add `polarlm sweep status`."""
-    sweep = verbs.add_parser("sweep", help="how a sweep is doing: sweep status GROUP")
+    sweep = verbs.add_parser(
+        "sweep",
+        help="how a sweep is doing: sweep status GROUP",
+        description="How a sweep is doing, from any terminal. It is started with: polarlm train -m …, or sweep=NAME",
+    )
     actions = sweep.add_subparsers(title="actions", metavar="action", required=True)
     status = actions.add_parser("status", help="jobs done, running, failed and waiting", description="A sweep's jobs.")
     status.add_argument("group", help="the sweep's name (its plan names it; a named sweep has its own)")
@@ -139,6 +147,7 @@ def show_status(options: argparse.Namespace) -> int:
 
 def print_states(runs_dir: str, group: str, out: Any) -> list[str]:
     """One line per planned job from what its run folder says; returns the states."""
+    from polarlm.runs.lock import writer_is_gone
     from polarlm.runs.sweeps import key_of, known_runs, read_plan
 
     plan = read_plan(runs_dir, group)
@@ -153,7 +162,13 @@ def print_states(runs_dir: str, group: str, out: Any) -> list[str]:
         name = " ".join(text for text in job["overrides"] if key_of(text) in plan["varied"])
         loss = summary.get("val/loss")
         result = f"val loss {loss:.4f}" if loss is not None else str(summary.get("error", ""))[:80]
-        rows.append((summary.get("status", "waiting"), name, result, folder.name if folder else ""))
+        if "refused" in job:
+            rows.append(("refused", name, visible_text(str(job["refused"])), ""))
+            continue
+        state = summary.get("status", "waiting")
+        if state == "running" and folder is not None and writer_is_gone(folder):
+            state, result = "killed", "the same command continues it"
+        rows.append((state, name, result, folder.name if folder else ""))
     width, states = max(len(name) for _, name, _, _ in rows), [row[0] for row in rows]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     print(f"{plan['group']}: {counts}", file=out)

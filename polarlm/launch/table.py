@@ -18,11 +18,12 @@ def final_table(summary: dict[str, Any], folder: Path, sample: str | None) -> st
         ("block", str(summary["block"])),
         ("parameters", f"{summary['parameters']:,}"),
         ("tokens", speed(summary)),
-        ("compute", f"{short(summary['flops_per_token'])}FLOPs per token" + share_of_peak(summary.get("mfu"))),
+        ("compute", f"{spaced(short(summary['flops_per_token']))}FLOPs per token" + share_of_peak(summary.get("mfu"))),
         ("step", step_split(summary.get("step_seconds") or {})),
         ("run folder", str(folder)),
         ("pictures", ", ".join(str(p) for p in sorted(folder.glob("*.png"))) or "none"),
     ]
+    lines += undertrained(summary)
     lines += ["", *(f"  {name:<10}  {value}" for name, value in facts)]
     if sample:
         lines += ["", "  sample", *(f"    {line}" for line in visible_text(sample).splitlines())]
@@ -41,6 +42,22 @@ def metric_lines(summary: dict[str, Any]) -> list[str]:
     rows = [["", *(metric.short for metric in shown)]]
     rows += [[name, *(formatted(m.name, values.get(m.name)) for m in shown)] for name, values in numbers.items()]
     return [f"  {line}" for line in aligned(rows)]
+
+
+def undertrained(summary: dict[str, Any]) -> list[str]:
+    """A warning where counting pairs of tokens predicts better than the model does."""
+    loss, bigram = summary.get("val/loss"), ((summary.get("baselines") or {}).get("bigram") or {}).get("loss")
+    if loss is None or bigram is None or loss < bigram:
+        return []
+    return [
+        "",
+        "  Not yet better than the bigram table: undertrained, more steps needed before blocks can be compared.",
+    ]
+
+
+def spaced(number: str) -> str:
+    """'1.5M' → '1.5 M', where a unit follows."""
+    return f"{number[:-1]} {number[-1]}" if number[-1].isalpha() else f"{number} "
 
 
 def speed(summary: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ from polarlm.launch.check import check_train
 from polarlm.launch.processes import start_job, stop_job
 from polarlm.runs.files import read_json
 from polarlm.runs.sweeps import RESULT_VARIABLE, SWEPT_VARIABLE, command_overrides, find_finished, sweep_group
+from polarlm.visible import fitted
 
 
 def train_job(cfg: DictConfig) -> float:
@@ -83,6 +84,8 @@ def size_name(model: dict[str, Any], choice: str) -> str:
 
 def train_and_print(config: dict[str, Any]) -> float:
     """Train in this process and print the final table (rank 0); returns the validation loss."""
+    if sys.stderr.isatty():  # importing torch and Lightning is silent and takes seconds; the next line replaces this
+        print("starting …", end="\r", file=sys.stderr, flush=True)
     from polarlm.launch.match import apply_match
     from polarlm.launch.table import final_table
     from polarlm.report.figure import write_summary_png
@@ -91,7 +94,7 @@ def train_and_print(config: dict[str, Any]) -> float:
     result = train_run(apply_match(config), pictures=write_summary_png)
     if result is None:
         return float("nan")
-    print(final_table(result.summary, result.folder, result.summary["sample"]))
+    print(fitted(final_table(result.summary, result.folder, result.summary["sample"]), sys.stdout, hang=14))
     return float(result.summary["val/loss"])
 
 

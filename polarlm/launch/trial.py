@@ -25,11 +25,13 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("blocks", nargs="+", help="blocks to compare; the first is the reference")
     parser.add_argument("--data", required=True, help="the corpus (configs/data)")
     parser.add_argument("--budget", required=True, help="time for everything: 90s, 15m, 2h")
-    parser.add_argument("--model", default="nano", help="the size (configs/model)")
-    parser.add_argument("--steps", type=int, default=1000, help="training steps of a run that counts")
-    parser.add_argument("--lr", default="3e-4,1e-3,3e-3,1e-2,3e-2", help="learning rates tried for every block")
-    parser.add_argument("--seeds", type=int, default=12, help="at most so many paired seeds")
-    parser.add_argument("--metric", default="val/bits_per_byte", help="the loss that decides")
+    parser.add_argument("--model", default="nano", help="the size (nano; configs/model)")
+    parser.add_argument("--steps", type=int, default=1000, help="training steps of a run that counts (1000)")
+    parser.add_argument(
+        "--lr", default="3e-4,1e-3,3e-3,1e-2,3e-2", help="learning rates tried for every block (%(default)s)"
+    )
+    parser.add_argument("--seeds", type=int, default=12, help="at most so many paired seeds (12)")
+    parser.add_argument("--metric", default="val/bits_per_byte", help="the loss that decides (%(default)s)")
     parser.add_argument("--margin", type=float, help="differences below this do not matter (0.005 bits per byte)")
     parser.add_argument("--out", type=Path, help="the trial's folder (runs/trials/<blocks>-<data>)")
     parser.add_argument(

@@ -15,11 +15,17 @@ from typing import Any
 from polarlm.errors import UserError
 
 POLL = 0.5  # seconds between two looks at a trial's metrics
+DESCRIPTION = """Optuna proposes values of one number, every value is trained, runs that fall behind are stopped early.
+The same command goes on where it was stopped; more --trials add to it. Example:
+
+  polarlm tune block=polar --key optim.lr --low 1e-4 --high 3e-2 --trials 12"""
 
 
 def add_parser(verbs: Any) -> None:
     """Add `polarlm tune`."""
-    parser = verbs.add_parser("tune", help="search a number, for example the learning rate, with Optuna")
+    parser = verbs.add_parser(
+        "tune", help="search a number, for example the learning rate, with Optuna", description=DESCRIPTION
+    )
     parser.add_argument("settings", nargs="*", metavar="key=value", help="as for train: block=polar experiment=…")
     parser.add_argument("--key", default="optim.lr", help="the number to search (optim.lr)")
     parser.add_argument("--low", type=float, required=True, help="smallest value")
@@ -41,6 +47,8 @@ def tune(options: argparse.Namespace) -> int:
         raise UserError('polarlm tune needs Optuna: pip install "polarlm[search]"') from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     config = trial_config(options, options.low)
+    if config["name"] is not None:
+        raise UserError("name= would put every trial into one folder; leave it out, --group names the search")
     group = options.group or f"tune-{options.key.rpartition('.')[2]}-{config['choices']['block']}"
     folder = Path(config["runs_dir"]) / ".sweeps" / group
     folder.mkdir(parents=True, exist_ok=True)
@@ -52,6 +60,7 @@ def tune(options: argparse.Namespace) -> int:
         sampler=optuna.samplers.TPESampler(seed=config["seed"]),
         pruner=optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=1),
     )
+    same_experiment(study, config, options.key, group)
     State = optuna.trial.TrialState
     for left in study.get_trials(states=(State.RUNNING,)):  # of a search that was killed; its run is continued below
         study.tell(left.number, state=State.FAIL)
@@ -70,6 +79,22 @@ def tune(options: argparse.Namespace) -> int:
         f"best: {options.key}={best.params[options.key]:.6g}, val loss {best.value:.4f}, of {len(done)} finished trials"
     )
     return 0
+
+
+def same_experiment(study: Any, config: dict[str, Any], key: str, group: str) -> None:
+    """Refuse to add trials to a search whose losses mean something else; a new search notes what it is about."""
+    from polarlm.runs.identity import differences, experiment_of, flatten
+
+    asked = {"searched": key, **{name: value for name, value in flatten(experiment_of(config)) if name != key}}
+    asked = json.loads(json.dumps(asked))
+    noted = study.user_attrs.get("experiment")
+    if noted is None:
+        study.set_user_attr("experiment", asked)
+    elif changed := differences(noted, asked):
+        raise UserError(
+            f"The search {group} was begun with other settings ({'; '.join(changed[:3])}), and its losses cannot be "
+            "compared with new ones: repeat its settings, or choose another --group"
+        )
 
 
 def trial_config(options: argparse.Namespace, value: float) -> dict[str, Any]:

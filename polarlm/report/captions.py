@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from polarlm.verdict.groups import Group, follows_from_block, shared_settings, short_key, show
+from polarlm.verdict.groups import Group, follows_from_block, shared_settings, short_key, show, usual_settings
 
 # The settings a reader asks for first, in this order, and how they are said.
 _SAID = (
@@ -39,6 +39,15 @@ def block_caption(groups: Sequence[Group]) -> str:
             settings.setdefault(short_key(key), ", ".join(f"{block} {show(v)}" for block, v in values.items()))
     words = [f"{name}: {values}" for name, values in list(settings.items())[:6]]
     return f"Each block has its own {'; '.join(words)}." if words else ""
+
+
+def usual_caption(groups: Sequence[Group]) -> str:
+    """What a label that says nothing else stands for, where labels name only what is unusual."""
+    words = []
+    for block, usual in usual_settings(groups).items():
+        values = dict.fromkeys(f"{short_key(key)}={show(value)}" for key, value in usual.items())
+        words.append(f"Where its label says nothing else, {block} has {', '.join(values)}.")
+    return " ".join(words)
 
 
 def validation_caption(groups: Sequence[Group], split: str) -> str:

@@ -129,6 +129,7 @@ def _write_all(arguments: argparse.Namespace, cache: dict, reload_seconds: float
             print(f"{arguments.out}: {count} runs, {out.stat().st_size / 1e6:.1f} MB", file=sys.stderr)
             if arguments.picture and reload_seconds is None:
                 write_picture(out, arguments.picture, arguments.figure)
+                print(arguments.picture, file=sys.stderr)
 
 
 def _emit(target: str, text: str) -> None:

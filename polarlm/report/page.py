@@ -12,7 +12,7 @@ from string import Template
 from typing import Any
 
 import polarlm
-from polarlm.report.captions import block_caption, shared_caption
+from polarlm.report.captions import block_caption, shared_caption, usual_caption
 from polarlm.report.payload import link_to
 from polarlm.report.records import answers_table, numbers_table
 from polarlm.report.sections import progress, samples
@@ -50,7 +50,7 @@ def render_page(groups: Sequence[Group], judgement: Judgement, payload: dict[str
         css=_asset("page.css"),
         headline=escape(finding),
         meta=escape(_meta(groups, payload)),
-        shared=escape(" ".join(words for words in (shared_caption(groups), block_caption(groups)) if words)),
+        shared=escape(" ".join(filter(None, (say(groups) for say in (shared_caption, block_caption, usual_caption))))),
         final_table=_html(results_table(judgement), judgement),
         final_caption=escape(_final_caption(groups, judgement)),
         verdicts=_folded(f"<ul>{''.join(verdicts)}</ul>", len(verdicts), "verdicts in words")
@@ -123,7 +123,8 @@ def _html(table: Table, judgement: Judgement) -> str:
         cells = ""
         for column, (name, cell) in enumerate(zip(table.columns[1:], row[1:]), start=1):
             style = kind if column == verdict_column else ""
-            cells += f'<td{style} data-label="{escape(name, quote=True)}">{escape(cell)}</td>'
+            whole = escape(cell).replace("± ", "±&nbsp;")  # in a narrow window a line ends before ±, not after it
+            cells += f'<td{style} data-label="{escape(name, quote=True)}">{whole}</td>'
         grey = ' class="unequal"' if judgement.rows[index].role == UNEQUAL else ""
         body.append(f"<tr{grey}>{first}{cells}</tr>")
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'

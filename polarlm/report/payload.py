@@ -156,8 +156,9 @@ def _styles(groups: Sequence[Group]) -> list[dict[str, int | float]]:
     kinds = [g.block for g in groups]
     if len(set(kinds)) > N_COLOURS:
         kinds = [g.family for g in groups]
-    if len(set(kinds)) == 1:
-        kinds = [g.label for g in groups]
+    largest = max((kinds.count(kind) for kind in kinds), default=0)
+    if len(set(kinds)) == 1 or (largest > N_DASHES and len(kinds) - largest <= 2):
+        kinds = [g.label for g in groups]  # variants of one block: shades of one colour would look alike
     wanted = list(dict.fromkeys(kinds))
     colour = {kind: COLOURS[kind] for kind in wanted if kind in COLOURS}
     free = [c for c in range(N_COLOURS) if c not in colour.values()] or list(range(N_COLOURS))

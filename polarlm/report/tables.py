@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polarlm.columns import aligned
+from polarlm.report.captions import usual_caption
 from polarlm.verdict.estimates import Estimate
 from polarlm.verdict.groups import Group, config_differences, show
 from polarlm.verdict.headline import headline
@@ -36,8 +37,13 @@ def results_table(judgement: Judgement) -> Table:
     for judged in judgement.rows:
         comparison = judged.comparison
         p = None if comparison is None else comparison.p_adjusted
-        row = [judged.group.label, str(judged.estimates[judgement.metric].n)]
-        row += [show_estimate(judged.estimates[m]) for m in losses]
+        over = any(run.status == "finished" for run in judged.group.runs)
+        row = [
+            judged.group.label,
+            str(judged.estimates[judgement.metric].n) if over else f"0 of {len(judged.group.runs)}",
+        ]
+        # A run that is not over has no final loss; where it stands is told as that.
+        row += [show_estimate(e) if over else _so_far(e) for e in (judged.estimates[m] for m in losses)]
         row.append("" if comparison is None else show_estimate(comparison.difference, signed=True))
         row.append("" if p is None else ("<0.001" if p < 0.001 else f"{p:.3f}"))
         row.append(judged.outcome)
@@ -69,6 +75,8 @@ def text_report(judgement: Judgement, width: int = 120) -> str:
     """The final table and the verdicts for a terminal."""
     lines = [headline(judgement), "", f"Final loss on the {judgement.split} split; ± is half of the 95 % interval.", ""]
     lines += [_aligned(results_table(judgement)), ""]
+    if usual := usual_caption([judged.group for judged in judgement.rows]):
+        lines += [textwrap.fill(usual, width), ""]
     for judged in judgement.rows:
         if judged.outcome != "baseline":
             lines.append(textwrap.fill(judged.sentence, width, initial_indent="• ", subsequent_indent="  "))
@@ -149,7 +157,12 @@ def show_estimate(estimate: Estimate, signed: bool = False) -> str:
         return f"{estimate.mean:{sign}{kept}.4g}".replace("-", "−")
     # Two digits of the uncertainty are all that it can carry.
     digits = max(0, -int(f"{half:.1e}".partition("e")[2]) + 1)
-    return f"{estimate.mean:{sign}.{digits}f} ± {half:.{digits}f}".replace("-", "−")
+    mean = round(estimate.mean, digits) + 0.0  # −0.000 has no sign
+    return f"{mean:{sign if mean else ''}.{digits}f} ± {half:.{digits}f}".replace("-", "−")
+
+
+def _so_far(estimate: Estimate) -> str:
+    return f"{estimate.mean:.3g} so far" if estimate.n else "—"
 
 
 def show_count(number: float | None) -> str:

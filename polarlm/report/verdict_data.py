@@ -43,7 +43,9 @@ def _row(index: int, judged: Judged) -> dict[str, Any]:
     more = None
     if judged.outcome == NOT_SHOWN and c.evidence and not any(c.diverged):
         wanted = seeds_to_decide(c)
-        more = f"+{wanted - c.difference.n} seeds would decide" if wanted else "over 200 seeds to decide"
+        lacking = (wanted or 0) - c.difference.n
+        said = f"+{lacking} seed{'s' * (lacking != 1)} would decide"
+        more = said if wanted else "over 200 seeds to decide"
     return {
         "group": index,
         "baseline": c.baseline,

@@ -147,5 +147,5 @@ def import_folder(options: argparse.Namespace) -> int:
     from polarlm.runs.export.folder import import_run
 
     import_run(options.folder, options.out)
-    print(f"{options.out}: try python eval.py checkpoint={options.out}")
+    print(f"{options.out}: try polarlm eval checkpoint={options.out}")
     return 0

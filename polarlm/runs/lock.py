@@ -75,6 +75,25 @@ def lock_folder(folder: Path) -> RunLock:
     return RunLock(path, file)
 
 
+def writer_is_gone(folder: Path) -> bool:
+    """Whether the process that wrote here last was on this machine and was killed; takes no lock, disturbs nobody."""
+    path = folder / NAME
+    try:
+        with path.open(encoding="utf-8") as file:
+            owner = _owner(file)
+    except OSError:
+        return False
+    if owner.get("host") != socket.gethostname() or not isinstance(owner.get("pid"), int) or os.name != "posix":
+        return False
+    try:
+        os.kill(owner["pid"], 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        return False  # it lives and is somebody else's
+    return False
+
+
 def _try_lock(file: IO[str]) -> bool:
     try:
         import fcntl

@@ -96,7 +96,7 @@ def find_run_folders(patterns: Iterable[str | os.PathLike[str]]) -> list[Path]:
         where = ", ".join(wanted) or "(nothing given)"
         raise UserError(
             f"No run folder found in {where}. A run folder holds config.yaml and metrics.jsonl; "
-            "train one with `python train.py`, then `python -m polarlm compare runs/*`"
+            "train one with `polarlm train`, then `python -m polarlm compare runs/*`"
         )
     return sorted(folders, key=lambda p: _natural(str(p)))
 

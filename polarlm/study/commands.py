@@ -42,7 +42,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--summaries", type=Path, help="where the rows go (docs/study; of --quick the runs' folder)")
     parser.add_argument("--out", type=Path, default=Path("docs/results.md"), help="of results (docs/results.md)")
     parser.add_argument(
-        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of every run: trainer=gpu (an other study)"
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of every run: trainer=gpu (another study)"
     )
     parser.set_defaults(run=study)
 
@@ -128,7 +128,10 @@ def print_state(study: Any, complete: bool, summaries: Path) -> None:
     waiting = study.waiting()
     failed = f", {len(study.failed)} failed (logs: {study.runs_dir}/.study/logs)" if study.failed else ""
     state = "The plan is carried out" if complete else f"{len(waiting)} jobs are left{failed}; the same command goes on"
-    print(f"{state}. Rows: {summaries}/*.json; python -m polarlm study results writes docs/results.md from them.")
+    # results.md is written from docs/study; the rows of a first look stay with its runs.
+    told = summaries == Path("docs") / "study"
+    use = "; python -m polarlm study results writes docs/results.md from them" if told else ""
+    print(f"{state}. Rows: {summaries}/*.json{use}.")
 
 
 def open_page(page: Path) -> None:

@@ -88,7 +88,7 @@ def set_in(config: dict[str, Any], key: str, value: Any) -> None:
     for parent in parents:
         place = place.get(parent, {})
     if leaf not in place:
-        raise UserError(f"The study tunes {key}, which is no setting of its runs; see python train.py --cfg job")
+        raise UserError(f"The study tunes {key}, which is no setting of its runs; see polarlm train --cfg job")
     place[leaf] = value
 
 

@@ -78,11 +78,12 @@ def describe_job(job: Job, folder: Path, *, again: bool) -> str:
     if plan.processes > 1:
         where = f"{plan.processes} processes ({job.config['trainer']['strategy']}), {where}"
     epochs = job.steps * plan.tokens / tokens
+    passes = f"{epochs:,.1f}" if epochs >= 0.1 else f"{epochs:.1g}"
     reasons = "".join(f"\n  {name}: {why}" for name, why in job.reasons.items())
     return (
         f"{'Continuing' if again else 'Training'} {folder}\n"
         f"  {choices['block']} block, {choices['model']} model, {job.model.parameter_count():,} parameters; {where}\n"
         f"  {choices['data']}: {tokens:,} tokens "
         f"({choices['tokenizer']}, vocabulary {job.corpus.tokenizer.vocab_size:,}); "
-        f"{job.steps:,} steps of {plan.tokens:,} tokens, {epochs:.1f} passes{reasons}"
+        f"{job.steps:,} steps of {plan.tokens:,} tokens, {passes} passes{reasons}"
     )

@@ -22,6 +22,7 @@ from polarlm.training.loggers.sinks import build_loggers, finish_loggers
 from polarlm.training.quiet import quiet_libraries
 from polarlm.training.ranks import forget_folder, is_first, share_folder, shared_folder
 from polarlm.training.signals import SignOfLife
+from polarlm.visible import fitted
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def train_run(config: dict[str, Any], pictures: Callable[[Path], Any] | None = N
     loggers: list[Any] = []
     status = "finished"
     try:
-        print(describe_job(job, folder, again=again), file=sys.stderr, flush=True)
+        print(fitted(describe_job(job, folder, again=again), sys.stderr), file=sys.stderr, flush=True)
         chosen = {"accelerator": job.accelerator, "precision": job.precision, "compiled": job.compiled}
         known = read_json(folder / "environment.json") or {}
         write_json(folder / "environment.json", {**known, "chosen": {**chosen, "reasons": job.reasons}})

@@ -13,12 +13,12 @@ import torch
 from polarlm.attention.kernels.build import cache_folder, processor
 
 SIZE = 128
-LONGEST_SECONDS = 0.02  # per precision: bf16 without hardware for it is up to a hundred times slower
+SECONDS = 0.02  # of processor time per precision: bf16 without hardware for it is up to a hundred times slower
 
 
 @dataclass(frozen=True)
 class Speed:
-    """FLOP/s of a square matrix product."""
+    """FLOP/s of square matrix products on all threads together."""
 
     fp32: float
     bf16: float
@@ -26,7 +26,7 @@ class Speed:
 
 def cpu_speed() -> Speed:
     """This machine's speed with the threads torch uses, from its file or measured now."""
-    key = f"{processor()}|{torch.get_num_threads()}|{torch.__version__}"
+    key = f"{processor()}|{torch.get_num_threads()}|{torch.__version__}|processor time"
     try:
         path = cache_folder() / f"speed-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
         return Speed(**json.loads(path.read_text(encoding="utf-8")))
@@ -38,18 +38,24 @@ def cpu_speed() -> Speed:
         return measure_products()
 
 
-def measure_products(clock: Callable[[], float] = time.perf_counter) -> Speed:
-    """The best of a few products in each precision; the run's own random numbers are left alone."""
+def measure_products(clock: Callable[[], float] = time.thread_time) -> Speed:
+    """Products in each precision; the run's own random numbers are left alone.
+
+    One thread is measured, by its processor time: on a busy machine threads wait for each other, and by the wall clock
+    a product then took a thousand times as long, which was remembered for ever.
+    """
     drawn = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(0))
-    rates = []
-    for dtype in (torch.float32, torch.bfloat16):
-        a = drawn.to(dtype)
-        out, best, began = torch.empty_like(a), float("inf"), clock()
-        while True:
-            start = clock()
-            torch.mm(a, a, out=out)
-            best = min(best, clock() - start)
-            if clock() - began > LONGEST_SECONDS:
-                break
-        rates.append(2 * SIZE**3 / max(best, 1e-9))
+    threads, rates = torch.get_num_threads(), []
+    torch.set_num_threads(1)
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            a = drawn.to(dtype)
+            out = torch.mm(a, a)  # the first one prepares
+            products, began, spent = 0, clock(), 0.0
+            while spent < SECONDS:
+                torch.mm(a, a, out=out)
+                products, spent = products + 1, clock() - began
+            rates.append(threads * products * 2 * SIZE**3 / spent)
+    finally:
+        torch.set_num_threads(threads)
     return Speed(*rates)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from typing import Any
@@ -33,6 +34,8 @@ class GracefulStop(pl.Callback):
         if self.received is not None:
             raise KeyboardInterrupt
         self.received = number
+        if number == signal.SIGINT:  # written without print, which must not be called while it is running
+            os.write(2, b"\nstopping after this step, with a checkpoint (Ctrl-C again: at once) ...\n")
 
     def on_step_end(self, trainer: pl.Trainer, module: Any) -> None:
         stop = self.received is not None

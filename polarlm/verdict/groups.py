@@ -12,6 +12,7 @@ from polarlm.verdict.defaults import shipped_default
 # Where and under which name a run was made says nothing about what it is.
 NEVER_COMPARED = ("seed", "choices", "hydra", *IRRELEVANT, *(f"trainer.{key}" for key in IRRELEVANT_TRAINER))
 ABSENT = "—"
+MANY_SETTINGS = 3  # from so many varied settings on, a label names only those in which its group is unusual
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,18 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         members.setdefault(group, []).append(run)
         settings[group] = varied
     distinguishing = _distinguishing([(block, settings[block, text]) for block, text in members])
+    usual = {
+        block: _usual([(settings[b, text], runs) for (b, text), runs in members.items() if b == block], distinguishing)
+        for block in {block for block, _ in members}
+    }
+
+    def label(block: str, text: str) -> str:
+        told_apart = {k: v for k, v in settings[block, text].items() if k in distinguishing}
+        return " · ".join([block, *_words(told_apart, usual[block])])
+
     groups = [
         Group(
-            " · ".join([block, *_words({k: v for k, v in settings[block, text].items() if k in distinguishing})]),
+            label(block, text),
             block,
             settings[block, text],
             tuple(sorted(runs_of_group, key=lambda r: (r.seed, r.name))),
@@ -111,6 +121,33 @@ def _distinguishing(groups: Sequence[tuple[str, dict[str, Any]]]) -> set[str]:
         if any(len(seen) > 1 for seen in values.values()):
             needed.add(key)
     return needed
+
+
+def _usual(groups: Sequence[tuple[dict[str, Any], Sequence[Run]]], said: set[str]) -> dict[str, Any]:
+    """What most groups of a block have of the settings in which they differ, where labels of all would be too long.
+
+    With one or two such settings (a curve, a grid) every label says them and this is empty. Of equally frequent values
+    the shipped one is the usual one.
+    """
+    columns = {key: [varied.get(key) for varied, _ in groups] for key in sorted(said)}
+    columns = {key: values for key, values in columns.items() if any(v != values[0] for v in values)}
+    if len({tuple(map(repr, values)) for values in columns.values()}) < MANY_SETTINGS:
+        return {}
+    run = groups[0][1][0]
+    return {
+        key: max(values, key=lambda v: (sum(v == other for other in values), _is_default(key, v, run)))
+        for key, values in columns.items()
+    }
+
+
+def usual_settings(groups: Sequence[Group]) -> dict[str, dict[str, Any]]:
+    """block → the settings that its labels leave unsaid because most of its groups have them."""
+    said = _distinguishing([(g.block, g.varied) for g in groups])
+    found = {
+        block: _usual([(g.varied, g.runs) for g in groups if g.block == block], said)
+        for block in dict.fromkeys(g.block for g in groups)
+    }
+    return {block: usual for block, usual in found.items() if usual}
 
 
 def settings_apart(a: Group, b: Group) -> int:
@@ -183,11 +220,13 @@ def show(value: Any) -> str:
     return str(value)
 
 
-def _words(varied: dict[str, Any]) -> list[str]:
+def _words(varied: dict[str, Any], usual: dict[str, Any]) -> list[str]:
     # trainer.max_steps and schedule.max_steps often move together: say one of them.
     words: dict[str, str] = {}
     for key, value in varied.items():
-        if value is None or isinstance(value, (dict, list)):
+        if key in usual and value == usual[key]:
+            continue
+        if (value is None and key not in usual) or isinstance(value, (dict, list)):
             continue
         words.setdefault(f"{short_key(key)}={show(value)}", key)
     return list(words)

@@ -64,4 +64,4 @@ def _baselines(run: Run) -> dict[str, dict[str, float]]:
 
 
 def _some(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:5])}{' …' if len(names) > 5 else ''}"
+    return f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"

@@ -91,3 +91,10 @@ def test_the_version_is_told(capsys):
     with pytest.raises(SystemExit) as done:
         cli.main(["--version"])
     assert done.value.code == 0 and capsys.readouterr().out.startswith("polarlm ")
+
+
+def test_settings_may_stand_before_and_after_flags():
+    options = cli.parser().parse_args(
+        ["tune", "block=polar", "--low", "1", "--high", "2", "seed=3", "--trials", "4", "optim.lr=1"]
+    )
+    assert options.settings == ["block=polar", "seed=3", "optim.lr=1"] and options.trials == 4

@@ -88,6 +88,29 @@ def test_status_names_finished_and_waiting_jobs(tmp_path, base, capsys):
         show_status(argparse.Namespace(group="pairr", runs=str(tmp_path)))
 
 
+def test_status_tells_killed_running_and_refused_jobs_apart(tmp_path, base, capsys):
+    import json
+    import socket
+    import subprocess
+    import sys
+
+    over = subprocess.Popen([sys.executable, "-c", ""])
+    over.wait()
+    jobs = [{**base, "seed": seed, "runs_dir": str(tmp_path)} for seed in (1, 2)]
+    rows = [{"overrides": [f"seed={job['seed']}"], "identity": identity_of(job)} for job in jobs]
+    write_plan(
+        tmp_path, "pair", ["seed"], [*rows, {"overrides": ["seed=-1"], "identity": "", "refused": "seed=-1 is no"}]
+    )
+    for name, job, pid in (("one", jobs[0], over.pid), ("two", jobs[1], os.getpid())):
+        write_run(tmp_path / name, job, "running")
+        (tmp_path / name / "run.lock").write_text(
+            json.dumps({"pid": pid, "host": socket.gethostname(), "since": "now"})
+        )
+    assert show_status(argparse.Namespace(group="pair", runs=str(tmp_path))) == 1
+    told = capsys.readouterr().out
+    assert "1 killed, 1 running, 1 refused" in told and "seed=-1 is no" in told
+
+
 def test_only_varying_keys_are_shown():
     jobs = [["block=polar", "seed=1", "optim.lr=1"], ["block=polar", "seed=2", "optim.lr=1"]]
     assert varying(jobs) == ["seed"] and shown(jobs[1], ["seed"]) == "seed=2"

@@ -116,3 +116,19 @@ def test_a_failed_run_ends_the_search_and_names_its_log(search, monkeypatch):
 def test_a_range_that_makes_no_sense_is_refused(search, words):
     with pytest.raises(UserError, match="--low must be above 0"):
         search(*words)
+
+
+def test_a_search_is_not_continued_with_other_settings(search):
+    search(*RANGE, "--trials", "1")
+    with pytest.raises(UserError, match=r"trainer.max_steps: \d+ → 7.*--group"):
+        search("trainer.max_steps=7", *RANGE, "--trials", "2")
+    with pytest.raises(UserError, match=r"searched: optim.lr → optim.weight_decay"):
+        search("--group", "tune-lr-standard", "--key", "optim.weight_decay", *RANGE, "--trials", "2")
+    # The range, and what is only shown, may change.
+    search("trainer.log_every=5", "--low", "1e-3", "--high", "1", "--trials", "2")
+    assert len(FakeJob.kept) == 2
+
+
+def test_a_name_for_all_trials_is_refused(search):
+    with pytest.raises(UserError, match="name="):
+        search("name=mine", *RANGE)

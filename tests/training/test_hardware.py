@@ -71,3 +71,28 @@ def test_the_speed_is_measured_once_per_machine(monkeypatch: pytest.MonkeyPatch,
     file.write_text('{"fp32": 1')
     monkeypatch.setattr(machine, "measure_products", lambda: Speed(1.0, 2.0))
     assert machine.cpu_speed() == Speed(1.0, 2.0), "half a file is measured again"
+
+
+def test_a_busy_machine_is_not_taken_for_a_slow_one() -> None:
+    """By the wall clock two threads on busy cores looked 3,000 times slower, for ever."""
+    import threading
+    import time
+
+    quiet, over = machine.measure(), threading.Event()
+
+    def disturb() -> None:
+        while not over.is_set():
+            sum(range(1000))
+
+    others = [threading.Thread(target=disturb, daemon=True) for _ in range(4)]
+    for other in others:
+        other.start()
+    try:
+        began = time.perf_counter()
+        busy = machine.measure()
+        waited = time.perf_counter() - began
+    finally:
+        over.set()
+        for other in others:
+            other.join()
+    assert waited > 0 and 1 / 5 < busy.fp32 / quiet.fp32 < 5

@@ -76,3 +76,22 @@ def test_what_match_solved_does_not_part_a_block_from_its_baseline(tmp_path):
     )
     baselines = choose_baselines(groups, None)
     assert [b.label for b in baselines if b] == [g.label for g in groups[:2]] * 2
+
+
+def test_of_many_varied_settings_a_label_names_only_the_unusual_ones(tmp_path):
+    from polarlm.verdict.groups import usual_settings
+
+    variants = [{}, {"block.kernel": "gaussian"}, {"block.nu_t": 3.0}, {"block.radial": "none"}, {"optim.lr": 0.01}]
+    runs = [
+        read_run(write_run(tmp_path / f"{i}{seed}", "polar", seed=seed, diagnostics=False, changes=changes))
+        for i, changes in enumerate(variants)
+        for seed in (1, 2)
+    ]
+    runs.append(read_run(write_run(tmp_path / "s", "standard", diagnostics=False)))
+    groups = group_runs(runs)
+    words = {"polar", "polar · kernel=gaussian", "polar · nu_t=3", "polar · radial=none", "polar · lr=0.01"}
+    assert {g.label for g in groups if g.block == "polar"} == words
+    assert [g.label for g in groups if g.block == "standard"] == ["standard · lr=0.003"]
+    assert usual_settings(groups)["polar"]["block.kernel"] == "student"
+    grid = [run for run in runs if run.name[0] in "014" and run.block == "polar"]  # two settings: every label says both
+    assert {len(g.label.split(" · ")) for g in group_runs(grid)} == {3}

@@ -115,9 +115,14 @@ def test_unfinished_runs_are_not_judged_and_failed_ones_forbid_a_win(tmp_path):
 def test_a_group_without_a_finished_run_is_not_compared(tmp_path):
     folders = write_sweep(tmp_path, blocks=("standard",), diagnostics=False)
     folders.append(write_run(tmp_path / "polar", "polar", 1, status="interrupted", diagnostics=False))
-    row = judge_groups(groups_of(folders)).rows[1]
+    judgement = judge_groups(groups_of(folders))
+    row = judgement.rows[1]
     assert row.outcome == "not compared"
     assert "polar has no finished run yet" in row.sentence
+    from polarlm.report.tables import final_table
+
+    seeds, loss = final_table(judgement).rows[1][1:3]
+    assert seeds == "0 of 1" and (loss.endswith("so far") or loss == "—")  # no final loss is claimed
 
 
 def test_a_diverged_run_has_no_value_and_is_named(tmp_path):

@@ -105,7 +105,7 @@ function curveFigure(kind, unit, read, title, note, { back = (v) => v, reference
   const { shapes, annotations, range } = references(reference && DATA.references[reference], usefulRange(traces));
   const bandWord = spread ? (state.band === "interval" ? " Band: 95 % interval of the mean." : " Band: range of seeds.") : "";
   return {
-    title: title(ends, DATA.runs.some((run) => isShown(run) && run.status === "running") ? "stands at" : "ends at"), note: note + bandWord, groups: drawn, traces,
+    title: title(ends, DATA.runs.some((run) => isShown(run) && !["finished", "failed"].includes(run.status)) ? "stands at" : "ends at"), note: note + bandWord, groups: drawn, traces,
     layout: {
       uirevision: [state.axis, state.logX, state.logY].join(), hovermode: "closest", shapes, annotations,
       xaxis: { title: { text: AXES[state.axis] }, type: state.logX ? "log" : "linear", exponentformat: "SI" },
@@ -174,7 +174,7 @@ FIGURES.gradient = () => curveFigure("train", "gradient norm", (run) => run.trai
   (ends, verb) => `Gradient norm ${verb}: ` + perGroup(ends), "Before clipping, averaged over short stretches of steps" + (state.smoothing ? `, then smoothed (${state.smoothing}).` : "."));
 
 FIGURES.rate = () => curveFigure("train", "learning rate", (run) => run.train.lr,
-  (ends) => "Learning rate at its highest: " + perGroup(ends.map(({ group }) => ({ group, value: highest(shownRuns(group).flatMap((run) => finite(run.train.lr))) }))),
+  (ends) => "Highest learning rate logged: " + perGroup(ends.map(({ group }) => ({ group, value: highest(shownRuns(group).flatMap((run) => finite(run.train.lr))) }))),
   "As scheduled.", { smoothed: false });
 
 FIGURES.throughput = () => {

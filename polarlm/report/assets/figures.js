@@ -77,7 +77,7 @@ function line(group, extra = {}) {
 
 function band(group, x, low, high) {
   return { type: "scatter", mode: "lines", x: [...x, ...[...x].reverse()], y: [...high, ...[...low].reverse()], fill: "toself",
-    fillcolor: fade(ink.groups[group], 0.14), line: { width: 0 }, hoverinfo: "skip", meta: { group, band: true } };
+    fillcolor: fade(ink.groups[group], Math.min(0.14, 0.42 / DATA.groups.length)), line: { width: 0 }, hoverinfo: "skip", meta: { group, band: true } };
 }
 
 // 1.2k, 3.4M: as on the axes.

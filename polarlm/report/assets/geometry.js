@@ -70,9 +70,9 @@ FIGURES.growth = () => {
   if (!traces.length) return null;
   const from = Math.min(0, lowest(all)), to = Math.max(0, highest(all));
   traces.unshift({ type: "scatter", mode: "lines", x: [from, to], y: [from, to], line: { color: ink.soft, width: 1, dash: "dot" }, hoverinfo: "skip", meta: {} });
-  const known = fits.filter((f) => Number.isFinite(f.slope)).slice(0, 4);
+  const known = fits.filter((f) => Number.isFinite(f.slope));
   return {
-    title: known.length ? "Over layers, measured growth against predicted has slope (R²): " + known.map((f) => `${DATA.groups[f.group].label} ${short(f.slope)} (${short(f.r2)})`).join(", ") : "Measured against predicted growth",
+    title: known.length ? "Over layers, measured growth against predicted has slope (R²): " + slopes(known, "slope", "r2") : "Measured against predicted growth",
     note: explained(name, "One point per layer (first and last numbered, deeper is stronger); dotted: measured = predicted." + overTokens(fits)),
     groups: drawn, traces,
     layout: { xaxis: { title: { text: quantity(predicted).axis } }, yaxis: { title: { text: quantity(name).axis } } },
@@ -87,8 +87,15 @@ function lineThrough(x, y) {
 }
 
 function overTokens(fits) {
-  const known = fits.filter((f) => Number.isFinite(f.tokens)).slice(0, 4);
-  return known.length ? " Over the tokens of a layer the slope (R²) is on average: " + known.map((f) => `${DATA.groups[f.group].label} ${short(f.tokens)} (${short(f.r2Tokens)})`).join(", ") + "." : "";
+  const known = fits.filter((f) => Number.isFinite(f.tokens));
+  return known.length ? ` Over the tokens of a layer the slope (R²) is on average: ${slopes(known, "tokens", "r2Tokens")}.` : "";
+}
+
+// Of few groups each; of many the range, so that none is left out.
+function slopes(fits, slope, r2) {
+  if (fits.length <= 4) return fits.map((f) => `${DATA.groups[f.group].label} ${short(f[slope])} (${short(f[r2])})`).join(", ");
+  const range = (key) => `${short(lowest(fits.map((f) => f[key])))} to ${short(highest(fits.map((f) => f[key])))}`;
+  return `${range(slope)} (${range(r2)}) over ${fits.length} groups`;
 }
 
 const MOST_MAPS = 12;
@@ -106,9 +113,11 @@ FIGURES.heat = () => {
   const within = quantity(name).within && groups.length > 1;
   const scaleOf = (from, to) => (from < 0 && to > 0 ? { colorscale: aroundZero(), from: -Math.max(-from, to), to: Math.max(-from, to) } : { colorscale: "Cividis", from, to });
   const shared = scaleOf(low, high);
-  const columns = Math.min(groups.length, narrow() ? 1 : innerWidth < 1000 ? 2 : 4), rows = Math.ceil(groups.length / columns), gapX = 0.05, gapY = 0.2 / rows;
+  const columns = Math.min(groups.length, narrow() ? 1 : innerWidth < 1000 ? 2 : 4), rows = Math.ceil(groups.length / columns), gapX = 0.05;
+  const room = narrow() ? 46 : Math.floor(Math.min(innerWidth, 1400) / (12.5 * columns)), longest = Math.max(...groups.map((g) => DATA.groups[g].label.length + (within ? 20 : 0))), twice = longest > room;
+  const gapY = (twice ? 0.3 : 0.2) / rows;
   const width = (1 - gapX * (columns - 1)) / columns, height = (1 - gapY * (rows - 1)) / rows;
-  const layout = { annotations: [], margin: { l: 52, r: 12, t: 26, b: 42 }, coloraxis: within ? undefined : { colorscale: shared.colorscale, cmin: shared.from, cmax: shared.to,
+  const layout = { annotations: [], margin: { l: 52, r: 12, t: twice ? 58 : 26, b: 42 }, coloraxis: within ? undefined : { colorscale: shared.colorscale, cmin: shared.from, cmax: shared.to,
     colorbar: { thickness: 10, outlinewidth: 0, tickfont: { color: ink.soft, size: 11 }, title: { text: quantity(name).axis, side: "right", font: { size: 12, color: ink.soft } } } } };
   const traces = groups.map((g, i) => {
     const c = i % columns, r = Math.floor(i / columns), n = i ? String(i + 1) : "", x = c * (width + gapX), top = 1 - r * (height + gapY);
@@ -117,12 +126,12 @@ FIGURES.heat = () => {
     const values = flat(finalMean(g, name));
     const scale = within ? { zmin: lowest(values), zmax: highest(values), colorscale: "Cividis", showscale: false } : { coloraxis: "coloraxis" };
     const label = DATA.groups[g].label + (within ? ` (${short(lowest(values))} to ${short(highest(values))})` : "");
-    layout.annotations.push({ text: plain(label), x, y: top, xref: "paper", yref: "paper", xanchor: "left", yanchor: "bottom", showarrow: false, font: { size: 12, color: ink.text } });
+    layout.annotations.push({ text: wrapped(label, room), align: "left", x, y: top, xref: "paper", yref: "paper", xanchor: "left", yanchor: "bottom", showarrow: false, font: { size: twice ? 11 : 12, color: ink.text } });
     return { type: "heatmap", z: finalMean(g, name), xaxis: "x" + n, yaxis: "y" + n, ...scale, xgap: 1, ygap: 1, meta: { group: g },
       hovertemplate: `layer %{y}, head %{x}: %{z:.4g}<extra>${plain(DATA.groups[g].label)}</extra>` };
   });
   const spreads = groups.map((g) => { const values = flat(finalMean(g, name)); return { group: g, value: highest(values) - lowest(values) }; });
-  return { title: `${sentence(quantity(name).title)} differs between heads by up to: ` + perGroup(spreads), traces, layout, height: 60 + 230 * rows,
+  return { title: `${sentence(quantity(name).title)} differs between heads by up to: ` + perGroup(spreads), traces, layout, height: (twice ? 90 : 60) + (twice ? 250 : 230) * rows,
     note: explained(name, (within ? "Every map has its own colour scale. " : "") + "By layer and head at the newest probe, mean over tokens and seeds." + (probed().length > MOST_MAPS ? ` The first ${MOST_MAPS} shown groups.` : "")) };
 };
 

@@ -27,6 +27,9 @@ function element(tag, properties = {}, ...children) {
   return made;
 }
 
+// In the narrow list a setting breaks after its = or _, not inside a word.
+function breakable(label) { return label.split(/(?<=[=_])/).flatMap((part, i) => (i ? [element("wbr"), part] : [part])); }
+
 // Plotly reads a small HTML in labels; a run's name is text, whatever characters it has.
 const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
@@ -86,7 +89,7 @@ function buildSidebar() {
     box.addEventListener("change", () => toggle(runs, box.checked));
     const seeds = runs.length === 1 ? "1 run" : runs.length + " runs";
     const summary = element("summary", { title: "Open for single runs; double-click to show this group alone" },
-      box, swatch(g), element("span", { className: "label", textContent: group.label }), element("small", { textContent: seeds }));
+      box, swatch(g), element("span", { className: "label" }, ...breakable(group.label)), element("small", { textContent: seeds }));
     summary.addEventListener("dblclick", () => { setHidden(DATA.runs.filter((r) => r.group !== g).map((r) => r.href)); redraw(); });
     const folder = element("details", { className: "group" }, summary);
     for (const run of runs) {

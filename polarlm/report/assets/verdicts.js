@@ -61,8 +61,8 @@ FIGURES.forest = () => {
   if (rows.some((r) => r.grey)) notes.push("Grey, hollow: unequal budgets, not judged.");
   return {
     title: `Difference to ${against} in ${DATA.title}, ${DATA.split} split (left is ${lower ? "better" : "worse"})`, note: notes.join(" "), traces,
-    height: 74 + (narrow() ? 52 : 42) * rows.length,
-    layout: { shapes, annotations, margin: { l: 20, r: narrow() ? 12 : 170, t: narrow() ? 22 : 8, b: 46 },
+    height: 92 + (narrow() ? 52 : 42) * rows.length,
+    layout: { shapes, annotations, margin: { l: 20, r: narrow() ? 12 : 170, t: narrow() ? 22 : 26, b: 46 },
       xaxis: { title: { text: `difference in ${DATA.unit}` }, range: [-1.04 * reach, 1.04 * reach], nticks: narrow() ? 5 : 9, zeroline: false },
       yaxis: { range: [rows.length - 0.5, narrow() ? -0.9 : -0.5], tickvals: y, ticktext: narrow() ? y.map(() => "") : rows.map((r) => wrapped(DATA.groups[r.group].label, 26)), automargin: !narrow(), showgrid: false, ticks: "" } },
   };
