@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from polarlm.attention.kernels.build import processor
 from polarlm.attention.kernels.native_rows import (
+    Step,
     gate,
     gate_backward,
     gelu,
@@ -223,42 +224,59 @@ def _rows_like(x: Tensor) -> Tensor:
     return x.new_empty(batch, tokens, heads, size).transpose(1, 2)
 
 
-def tangent_step(v: Tensor, v_bar: Tensor, scale: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
-    """scale (v_bar - v <v, v_bar>/<v, v>) of every head, rotated back: (B, T, H, Dh) of v, v_bar (B, H, T, Dh).
+def tangent_step(
+    v: Tensor, v_bar: Tensor, scale: Tensor, cos: Tensor, sin: Tensor, projection: str = "per_head",
+    evidence: Tensor | None = None, clamp: float | None = None, change: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
+    """scale project(v, v_bar) + change v of every token, rotated back: (B, T, H, Dh) of v, v_bar (B, H, T, Dh).
 
-    None where it takes other ways.
+    `evidence` (B, H, T) and its `clamp` are the projection's, `change` (B, T) is that of the magnitude. None where it
+    takes other ways.
     """
     plain = cos.requires_grad or cos.dim() == 4 or cos.dtype != v.dtype or v_bar.dtype != v.dtype
-    if plain or v.shape != v_bar.shape or not (takes_rows(v) and takes_rows(v_bar)):
+    plain = plain or v.shape != v_bar.shape or (scale.requires_grad and change is not None)
+    if plain or not (takes_rows(v) and takes_rows(v_bar)):
         return None
     if cos.dim() == 3:
         cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
-    if scale.requires_grad:
-        return scale * _Tangent.apply(v, v_bar, 1.0, cos, sin).transpose(1, 2)
-    return _Tangent.apply(v, v_bar, float(scale), cos, sin).transpose(1, 2)
+    evidence = evidence if projection == "evidence" else None
+    fixed = (1.0 if scale.requires_grad else float(scale), projection, -1.0 if clamp is None else clamp)
+    step = _Tangent.apply(v, v_bar, evidence, change, fixed, cos, sin).transpose(1, 2)
+    return scale * step if scale.requires_grad else step
 
 
 class _Tangent(torch.autograd.Function):
     """Keeps its inputs alone, which the attention before it keeps as well."""
 
     @staticmethod
-    def forward(ctx: Any, v: Tensor, v_bar: Tensor, scale: float, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(v, v_bar, cos, sin)
-        ctx.scale = scale
+    def forward(
+        ctx: Any, v: Tensor, v_bar: Tensor, evidence: Tensor | None, change: Tensor | None, fixed: Any, *turns: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(v, v_bar, evidence, change, *turns)
+        ctx.fixed = fixed
         out = _rows_like(v)
-        tangent(v, v_bar, scale, cos, sin, out)
+        tangent(v, v_bar, Step(*fixed, evidence, change), *turns, out)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        v, v_bar, cos, sin = ctx.saved_tensors
+        v, v_bar, evidence, change, *turns = ctx.saved_tensors
         if torch.is_grad_enabled():
+            scale, mode, clamp = ctx.fixed
 
-            def plain(v: Tensor, v_bar: Tensor) -> Tensor:
-                return plain_rotate(ctx.scale * project(v, v_bar, mode="per_head"), cos, sin, inverse=True)
+            def plain(v: Tensor, v_bar: Tensor, *given: Tensor) -> Tensor:
+                known = given[0].transpose(1, 2) if evidence is not None else None
+                step = project(v.transpose(1, 2), v_bar.transpose(1, 2), known, mode, None if clamp < 0 else clamp)
+                step = scale * step.transpose(1, 2)
+                step = step if change is None else step + given[-1][:, None, :, None] * v
+                return plain_rotate(step, *turns, inverse=True)
 
-            return *_again(plain, (v, v_bar), gradients), None, None, None
-        return *tangent_backward(v, v_bar, ctx.scale, cos, sin, gradients[0]), None, None, None
+            inputs = [x for x in (v, v_bar, evidence, change) if x is not None]
+            found = iter(_again(plain, tuple(inputs), gradients))
+            made = (None if x is None else next(found) for x in (v, v_bar, evidence, change))
+        else:
+            made = iter(tangent_backward(v, v_bar, Step(*ctx.fixed, evidence, change), *turns, gradients[0]))
+        return *made, None, None, None
 
 
 def _linear_backward(x: Tensor, weight: Tensor, d_y: Tensor, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
