@@ -19,10 +19,8 @@ from torch import Tensor, nn
 from polarlm.attention.kernels.build import processor
 from polarlm.attention.kernels.native_rows import (
     Step,
-    gate,
-    gate_backward,
-    gelu,
-    gelu_backward,
+    activate,
+    activate_backward,
     norm,
     norm_backward,
     sphere,
@@ -368,19 +366,16 @@ def _swiglu(x: Tensor) -> Tensor:
     return F.silu(gated) * up
 
 
-# An activation: the plain formula; a native pass, and the gradient of what went in.
-ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]] = {
-    "gelu": (F.gelu, gelu, gelu_backward),  # x Phi(x)
-    "swiglu": (_swiglu, gate, gate_backward),  # silu(gate) up of x (..., 2n) = (gate, up)
-}
+# The plain formulas: x Phi(x), and silu(gate) up of x (..., 2n) = (gate, up).
+ACTIVATIONS: dict[str, Callable[..., Tensor]] = {"gelu": F.gelu, "swiglu": _swiglu}
 
 
 def feed_forward(x: Tensor, up: nn.Linear, down: nn.Linear, kind: str) -> Tensor:
     """W_down f(W_up x), f one of ACTIVATIONS."""
     if up.out_features % 32 or not takes_products(x, up, down):
-        return down(ACTIVATIONS[kind][0](up(x)))
+        return down(ACTIVATIONS[kind](up(x)))
     if not torch.is_grad_enabled():
-        return _product(ACTIVATIONS[kind][1](_product(x, up.weight)), down.weight)
+        return _product(activate(kind, _product(x, up.weight)), down.weight)
     return _FeedForward.apply(x, up.weight, down.weight, kind)
 
 
@@ -390,7 +385,7 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, up: Tensor, down: Tensor, kind: str) -> Tensor:
         hidden = _product(x, up)
-        active = ACTIVATIONS[kind][1](hidden)
+        active = activate(kind, hidden)
         ctx.save_for_backward(x, up, down, hidden, active)
         ctx.kind = kind
         return _product(active, down)
@@ -398,8 +393,12 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, up, down, hidden, active = ctx.saved_tensors
-        plain, _, back = ACTIVATIONS[ctx.kind]
+        plain = ACTIVATIONS[ctx.kind]
         if torch.is_grad_enabled():
             return *_again(lambda x, up, down: F.linear(plain(F.linear(x, up)), down), (x, up, down), gradients), None
         d_active, d_down = _linear_backward(active, down, gradients[0], (True, ctx.needs_input_grad[2]))
-        return *_linear_backward(x, up, back(hidden, d_active), ctx.needs_input_grad), d_down, None
+        return (
+            *_linear_backward(x, up, activate_backward(ctx.kind, hidden, d_active), ctx.needs_input_grad),
+            d_down,
+            None,
+        )

@@ -25,7 +25,7 @@ OPERANDS = (
     "evidence", "change", "d_evidence", "d_change",
 )  # fmt: skip
 PASSES = (
-    "rotate", "sphere", "norm", "gate", "gate_backward", "gelu", "gelu_backward", "tangent", "tangent_backward",
+    "rotate", "sphere", "norm", "swiglu", "swiglu_backward", "gelu", "gelu_backward", "tangent", "tangent_backward",
     "sphere_backward", "turned_sphere_backward", "norm_backward",
 )  # fmt: skip
 # An address and three strides for every operand, and where sums go. Packed at once: filling in a structure of ctypes
@@ -133,35 +133,20 @@ def norm_backward(x: Tensor, gain: Tensor, rms: Tensor, d_y: Tensor) -> tuple[Te
     return d_x, d_gain
 
 
-def gate(x: Tensor) -> Tensor:
-    """silu(g)·u of x (B,T,2n), which holds g and then u."""
+def activate(kind: str, x: Tensor) -> Tensor:
+    """`gelu`: x·Φ(x) of x (B,T,n); `swiglu`: silu(g)·u of x (B,T,2n), which holds g and then u."""
     x = _side_by_side(x)
-    y = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
-    _run("gate", x, channels=y.shape[-1], y=y)
+    y = x.new_empty(*x.shape[:-1], x.shape[-1] // (2 if kind == "swiglu" else 1))
+    _run(kind, x, channels=y.shape[-1], y=y)
     return y
 
 
-def gate_backward(x: Tensor, d_y: Tensor) -> Tensor:
-    """The gradient of x."""
+def activate_backward(kind: str, x: Tensor, d_y: Tensor) -> Tensor:
+    """The gradient of x, which GELU's writes over that of y."""
     x, d_y = _side_by_side(x), _side_by_side(d_y)
-    d_x = torch.empty_like(x)
-    _run("gate_backward", x, channels=d_y.shape[-1], d_y=d_y, d_x=d_x)
+    d_x = torch.empty_like(x) if kind == "swiglu" else d_y
+    _run(f"{kind}_backward", x, channels=d_y.shape[-1], d_y=d_y, d_x=d_x)
     return d_x
-
-
-def gelu(x: Tensor) -> Tensor:
-    """x·Φ(x) of x (B,T,n)."""
-    x = _side_by_side(x)
-    y = torch.empty_like(x)
-    _run("gelu", x, y=y)
-    return y
-
-
-def gelu_backward(x: Tensor, d_y: Tensor) -> Tensor:
-    """The gradient of x, written over that of y."""
-    x, d_y = _side_by_side(x), _side_by_side(d_y)
-    _run("gelu_backward", x, d_y=d_y, d_x=d_y)
-    return d_y
 
 
 def _run(

@@ -85,12 +85,12 @@ def test_both_channels_at_once():
     assert_same(case, "triton", 2e-4, kernel="student", radial_mode="own", radial_correlation="qk")
 
 
-# log2 of the smallest and largest sum of a row: inside, and beyond either border of what is summed without a maximum.
+# Sums inside, and beyond either border of, what is summed without finding a row's largest weight first.
 @pytest.mark.parametrize(
-    ("nu", "factor", "noise", "least", "most"),
-    [(4.0, 1.0, 1.0, 0, 0), (30.0, 1e2, 1.0, 0, 0), (4.0, 1.0, 1e-9, 0, 0), (4.0, 1e8, 1.0, 0, 0)],
+    ("nu", "factor", "noise", "inside"),
+    [(4.0, 1.0, 1.0, True), (30.0, 1e2, 1.0, False), (4.0, 1.0, 1e-14, False), (4.0, 1e8, 1.0, False)],
 )
-def test_radial_sums_of_any_size(nu, factor, noise, least, most):
+def test_radial_sums_of_any_size(nu, factor, noise, inside):
     torch.manual_seed(0)
     case = make_case(**SMALL | dict(queries=19, dtype=torch.float64))
     with torch.no_grad():
@@ -100,7 +100,7 @@ def test_radial_sums_of_any_size(nu, factor, noise, least, most):
         for name in ("eta_k2", "sigma02"):
             getattr(case.radial, name).mul_(noise)
     sums = radial_evidence(case)
-    assert (sums.min().item(), sums.max().item()) == pytest.approx((least, most), abs=1)
+    assert (sums.min() > -144 and sums.max() < 46) == inside
     assert_same_radial(case.each(Tensor.float), 1e-3, against=case, radial_correlation="qk")
 
 

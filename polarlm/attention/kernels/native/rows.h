@@ -218,16 +218,16 @@ template <class T> void tangent_back_row(const Rows& r, int64_t b, int64_t first
     }
 }
 
-// rms = √(mean x² + eps), y = x·gain/rms
-template <class T> void norm_row(const Rows& r, int64_t b, int64_t h, int64_t t) {
-    const T *x = r.x.row<T>(b, h, t), *gain = r.other.row<T>(b, h, t);
-    T sum = 0, *y = r.y.row<T>(b, h, t);
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < r.channels; ++i) sum += x[i] * x[i];
-    const T rms = std::sqrt(sum / T(r.channels) + T(r.eps)), scale = 1 / rms;
-    *r.rms.row<T>(b, h, t) = rms;
+// y = x·gain/rms; returns rms.
+template <class T> inline T normed_row(const T* x, const T* gain, int64_t channels, T eps, T* y) {
+    const T rms = to_sphere(x, channels, T(1), eps, y);
 #pragma GCC ivdep
-    for (int64_t i = 0; i < r.channels; ++i) y[i] = x[i] * scale * gain[i];
+    for (int64_t i = 0; i < channels; ++i) y[i] *= gain[i];
+    return rms;
+}
+template <class T> void norm_row(const Rows& r, int64_t b, int64_t h, int64_t t) {
+    *r.rms.row<T>(b, h, t) =
+        normed_row(r.x.row<T>(b, h, t), r.other.row<T>(b, h, t), r.channels, T(r.eps), r.y.row<T>(b, h, t));
 }
 
 // dx = (gain ∂y − x ⟨gain ∂y, x⟩/(n rms²))/rms; adds the row's share of ∂gain = ∂y x/rms to `d_gain`.
