@@ -269,11 +269,10 @@ class _Tangent(torch.autograd.Function):
                 step = step if change is None else step + given[-1][:, None, :, None] * v
                 return plain_rotate(step, *turns, inverse=True)
 
-            inputs = [x for x in (v, v_bar, evidence, change) if x is not None]
-            found = iter(_again(plain, tuple(inputs), gradients))
-            made = (None if x is None else next(found) for x in (v, v_bar, evidence, change))
+            found = iter(_again(plain, tuple(x for x in (v, v_bar, evidence, change) if x is not None), gradients))
+            made = tuple(None if x is None else next(found) for x in (v, v_bar, evidence, change))
         else:
-            made = iter(tangent_backward(v, v_bar, Step(*ctx.fixed, evidence, change), *turns, gradients[0]))
+            made = tangent_backward(v, v_bar, Step(*ctx.fixed, evidence, change), *turns, gradients[0])
         return *made, None, None, None
 
 

@@ -189,8 +189,7 @@ def triton_backward(
     if kernel == "gaussian" and not noise_learns:
         dq.zero_()
     else:
-        written = (dq, shares) if noise_learns else (dq, None)
-        call.launch("query", upstream, written, noise_learns=noise_learns)
+        call.launch("query", upstream, (dq, shares if noise_learns else None), noise_learns=noise_learns)
     per_group = None if m2 is None else m2.new_empty(call.batch, call.groups, k.shape[2])
     call.launch("key", upstream, (dk, dv, per_group))
     d_m2 = q.new_empty(0) if per_group is None else per_group.sum(1)
@@ -218,9 +217,9 @@ def triton_radial(
 ) -> tuple[Tensor, Tensor]:
     """m_bar (B,T) and its log2-evidence, from m (B,S), rows whose products are the cosines, and the RADIAL_ROWS."""
     call = _Radial(m, own, other, parameters, _whole(documents), queries, 0, queries)
-    results = tuple(m.new_empty(m.shape[0], queries) for _ in range(2))
-    call.launch("radial", (m.amax(1),), results)
-    return results
+    m_bar, log2_evidence = m.new_empty(m.shape[0], queries), m.new_empty(m.shape[0], queries)
+    call.launch("radial", (m.amax(1),), (m_bar, log2_evidence))
+    return m_bar, log2_evidence
 
 
 @triton_radial.traced.register_fake
@@ -237,7 +236,8 @@ def triton_radial_backward(
 
     ∂c of RADIAL_CHUNK queries at a time is kept, for two matrix products of torch's.
     """
-    documents, d_m_bar, d_m, d_parameters = _whole(documents), d_m_bar.contiguous(), torch.zeros_like(m), []
+    documents, d_m_bar, d_m = _whole(documents), d_m_bar.contiguous(), torch.zeros_like(m)
+    d_parameters: list[Tensor] = []
     d_own, d_other = (m.new_empty(0) if x is None else torch.zeros_like(x, dtype=torch.float32) for x in (own, other))
     for start in range(0, queries, RADIAL_CHUNK):
         stop = min(start + RADIAL_CHUNK, queries)
