@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 
 from polarlm.attention.kernels import triton_backend
-from polarlm.attention.kernels.noise import NOISE_ROWS
+from polarlm.attention.kernels.noise import NOISE_ROWS, RADIAL_ROWS
 from polarlm.attention.kernels.triton_backend import LAUNCH
 
 # Whether keys and values decay, documents are packed, and ν learns: the Polar block (Student-t with magnitude and
@@ -81,7 +81,7 @@ def compile_kernel(name: str, variant: str, head_dim: int, dtype: str, sm: int, 
     """Compile one kernel as the backend launches it (or with the sizes `override`) and see what it uses."""
     from triton.runtime import driver
 
-    from polarlm.attention.kernels import triton_kernels
+    from polarlm.attention.kernels import triton_kernels, triton_radial
 
     decays, packed, learned = VARIANTS[variant]
     q, k, v, d_out = (torch.randn(1, 2, 250, head_dim, dtype=DTYPES[dtype]) for _ in range(4))
@@ -89,19 +89,26 @@ def compile_kernel(name: str, variant: str, head_dim: int, dtype: str, sm: int, 
     documents = torch.zeros(1, 250, dtype=torch.int32) if packed else None
     inputs = (q, k, v, m2, parameters, documents, "student", decays, decays, learned)
     sizes = {key: override or shipped for key, shipped in LAUNCH[name].items()}
-    kernels = {f"{x}_kernel": Compiled(getattr(triton_kernels, f"{x}_kernel"), x == name) for x in LAUNCH}
+    module = triton_radial if name.startswith("radial") else triton_kernels
+    names = [f"{x}_kernel" for x in LAUNCH if hasattr(module, f"{x}_kernel")]
+    kernels = {x: Compiled(getattr(module, x), x == f"{name}_kernel") for x in names}
     with (
         patch.dict(LAUNCH, {name: sizes}),
         patch.object(driver, "_active", ClaimedGPU(sm)),
-        patch.multiple(triton_kernels, **kernels),
+        patch.multiple(module, **kernels),
     ):
-        if name == "forward":
+        if name.startswith("radial"):
+            rows = torch.randn(1, 250, 2 * head_dim, dtype=DTYPES[dtype])
+            radial = (m2, rows, rows, torch.rand(len(RADIAL_ROWS)), documents, 250)
+            triton_backend.triton_radial_backward.bare(m2, m2, m2, *radial)
+            triton_backend.triton_radial.bare(*radial)
+        elif name == "forward":
             triton_backend.triton_forward.bare(*inputs)
         else:
             triton_backend.triton_backward.bare(d_out, evidence, d_out, evidence, *inputs, True)
     compiled = kernels[f"{name}_kernel"].result
     registers, spills = _resources(compiled.asm["cubin"])
-    shape = sizes[64 if head_dim <= 64 else 128, q.element_size()]
+    shape = sizes[64 if head_dim <= 64 or name.startswith("radial") else 128, q.element_size()]
     return Usage(name, variant, head_dim, dtype, sm, *shape, registers, compiled.metadata.shared, spills)
 
 

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from polarlm.attention.kernels.build import processor
 from polarlm.attention.kernels.native_rows import (
-    gate,
-    gate_backward,
-    gelu,
-    gelu_backward,
+    Step,
+    activate,
+    activate_backward,
     norm,
     norm_backward,
     sphere,
@@ -223,42 +222,58 @@ def _rows_like(x: Tensor) -> Tensor:
     return x.new_empty(batch, tokens, heads, size).transpose(1, 2)
 
 
-def tangent_step(v: Tensor, v_bar: Tensor, scale: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
-    """scale (v_bar - v <v, v_bar>/<v, v>) of every head, rotated back: (B, T, H, Dh) of v, v_bar (B, H, T, Dh).
+def tangent_step(
+    v: Tensor, v_bar: Tensor, scale: Tensor, cos: Tensor, sin: Tensor, projection: str = "per_head",
+    evidence: Tensor | None = None, clamp: float | None = None, change: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
+    """scale project(v, v_bar) + change v of every token, rotated back: (B, T, H, Dh) of v, v_bar (B, H, T, Dh).
 
-    None where it takes other ways.
+    `evidence` (B, H, T) and its `clamp` are the projection's, `change` (B, T) is that of the magnitude. None where it
+    takes other ways.
     """
     plain = cos.requires_grad or cos.dim() == 4 or cos.dtype != v.dtype or v_bar.dtype != v.dtype
-    if plain or v.shape != v_bar.shape or not (takes_rows(v) and takes_rows(v_bar)):
+    plain = plain or v.shape != v_bar.shape or (scale.requires_grad and change is not None)
+    if plain or not (takes_rows(v) and takes_rows(v_bar)):
         return None
     if cos.dim() == 3:
         cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
-    if scale.requires_grad:
-        return scale * _Tangent.apply(v, v_bar, 1.0, cos, sin).transpose(1, 2)
-    return _Tangent.apply(v, v_bar, float(scale), cos, sin).transpose(1, 2)
+    evidence = evidence if projection == "evidence" else None
+    fixed = (1.0 if scale.requires_grad else float(scale), projection, -1.0 if clamp is None else clamp)
+    step = _Tangent.apply(v, v_bar, evidence, change, fixed, cos, sin).transpose(1, 2)
+    return scale * step if scale.requires_grad else step
 
 
 class _Tangent(torch.autograd.Function):
     """Keeps its inputs alone, which the attention before it keeps as well."""
 
     @staticmethod
-    def forward(ctx: Any, v: Tensor, v_bar: Tensor, scale: float, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(v, v_bar, cos, sin)
-        ctx.scale = scale
+    def forward(
+        ctx: Any, v: Tensor, v_bar: Tensor, evidence: Tensor | None, change: Tensor | None, fixed: Any, *turns: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(v, v_bar, evidence, change, *turns)
+        ctx.fixed = fixed
         out = _rows_like(v)
-        tangent(v, v_bar, scale, cos, sin, out)
+        tangent(v, v_bar, Step(*fixed, evidence, change), *turns, out)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        v, v_bar, cos, sin = ctx.saved_tensors
+        v, v_bar, evidence, change, *turns = ctx.saved_tensors
         if torch.is_grad_enabled():
+            scale, mode, clamp = ctx.fixed
 
-            def plain(v: Tensor, v_bar: Tensor) -> Tensor:
-                return plain_rotate(ctx.scale * project(v, v_bar, mode="per_head"), cos, sin, inverse=True)
+            def plain(v: Tensor, v_bar: Tensor, *given: Tensor) -> Tensor:
+                known = given[0].transpose(1, 2) if evidence is not None else None
+                step = project(v.transpose(1, 2), v_bar.transpose(1, 2), known, mode, None if clamp < 0 else clamp)
+                step = scale * step.transpose(1, 2)
+                step = step if change is None else step + given[-1][:, None, :, None] * v
+                return plain_rotate(step, *turns, inverse=True)
 
-            return *_again(plain, (v, v_bar), gradients), None, None, None
-        return *tangent_backward(v, v_bar, ctx.scale, cos, sin, gradients[0]), None, None, None
+            found = iter(_again(plain, tuple(x for x in (v, v_bar, evidence, change) if x is not None), gradients))
+            made = tuple(None if x is None else next(found) for x in (v, v_bar, evidence, change))
+        else:
+            made = tangent_backward(v, v_bar, Step(*ctx.fixed, evidence, change), *turns, gradients[0])
+        return *made, None, None, None
 
 
 def _linear_backward(x: Tensor, weight: Tensor, d_y: Tensor, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
@@ -350,19 +365,16 @@ def _swiglu(x: Tensor) -> Tensor:
     return F.silu(gated) * up
 
 
-# An activation: the plain formula; a native pass, and the gradient of what went in.
-ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]] = {
-    "gelu": (F.gelu, gelu, gelu_backward),  # x Phi(x)
-    "swiglu": (_swiglu, gate, gate_backward),  # silu(gate) up of x (..., 2n) = (gate, up)
-}
+# The plain formulas: x Phi(x), and silu(gate) up of x (..., 2n) = (gate, up).
+ACTIVATIONS: dict[str, Callable[..., Tensor]] = {"gelu": F.gelu, "swiglu": _swiglu}
 
 
 def feed_forward(x: Tensor, up: nn.Linear, down: nn.Linear, kind: str) -> Tensor:
     """W_down f(W_up x), f one of ACTIVATIONS."""
     if up.out_features % 32 or not takes_products(x, up, down):
-        return down(ACTIVATIONS[kind][0](up(x)))
+        return down(ACTIVATIONS[kind](up(x)))
     if not torch.is_grad_enabled():
-        return _product(ACTIVATIONS[kind][1](_product(x, up.weight)), down.weight)
+        return _product(activate(kind, _product(x, up.weight)), down.weight)
     return _FeedForward.apply(x, up.weight, down.weight, kind)
 
 
@@ -372,7 +384,7 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, up: Tensor, down: Tensor, kind: str) -> Tensor:
         hidden = _product(x, up)
-        active = ACTIVATIONS[kind][1](hidden)
+        active = activate(kind, hidden)
         ctx.save_for_backward(x, up, down, hidden, active)
         ctx.kind = kind
         return _product(active, down)
@@ -380,8 +392,12 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, up, down, hidden, active = ctx.saved_tensors
-        plain, _, back = ACTIVATIONS[ctx.kind]
+        plain = ACTIVATIONS[ctx.kind]
         if torch.is_grad_enabled():
             return *_again(lambda x, up, down: F.linear(plain(F.linear(x, up)), down), (x, up, down), gradients), None
         d_active, d_down = _linear_backward(active, down, gradients[0], (True, ctx.needs_input_grad[2]))
-        return *_linear_backward(x, up, back(hidden, d_active), ctx.needs_input_grad), d_down, None
+        return (
+            *_linear_backward(x, up, activate_backward(ctx.kind, hidden, d_active), ctx.needs_input_grad),
+            d_down,
+            None,
+        )

@@ -276,7 +276,9 @@ class PolarAttention(Mixer):
         """
         alpha, record = parameters["alpha"], context.record
         if record is None and prior is None and takes_tangent_step(self):
-            step = tangent_step(own, output.v_bar, alpha, *frame.turns.queries)
+            change = None if output.m_bar is None else parameters["beta"] * (output.m_bar - m)
+            over_heads = self.projection, output.log_evidence, self.evidence_clamp
+            step = tangent_step(own, output.v_bar, alpha, *frame.turns.queries, *over_heads, change)
             if step is not None:
                 return step
         # Grouped value heads stand for each of their query heads (B, T, H, Dh).

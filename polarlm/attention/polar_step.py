@@ -47,10 +47,9 @@ def gated_mean(v: Tensor, gated_sum: Tensor, gate: Tensor) -> Tensor:
 
 
 def takes_tangent_step(mixer: PolarAttention) -> bool:
-    """Whether the step is no more than alpha times the part of every head's estimate across its own value, turned."""
-    plain = mixer.projection == "per_head" and mixer.projector == "real" and mixer.consensus == "none"
-    ambient = mixer.retract == "none" and mixer.alpha_over_m and mixer.radial == "none"
-    return plain and ambient and mixer.rotate_values and mixer.transport is None
+    """Whether the step is alpha times the projected estimates and beta times the change of magnitude, in R^D."""
+    ambient = mixer.retract == "none" and mixer.alpha_over_m and mixer.projector == "real"
+    return ambient and mixer.consensus == "none" and mixer.rotate_values and mixer.transport is None
 
 
 def directional_step(

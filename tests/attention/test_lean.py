@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,6 +24,7 @@ from polarlm.attention.lean import (
 )
 from polarlm.geometry import project
 from polarlm.geometry import rotate as plain_rotate
+from polarlm.geometry.multihead import PROJECTIONS
 from polarlm.geometry.transport import rotary_tables
 
 
@@ -244,6 +247,41 @@ def test_tangent_step_equals_the_plain_formula(heads: int, size: int, tokens: in
     assert all(torch.isfinite(g).all() for g in gradients((step,), [nothing, v_bar]))
 
 
+@pytest.mark.parametrize(("heads", "size", "tokens"), [(1, 2, 1), (3, 6, 63), (2, 32, 65)])
+@pytest.mark.parametrize("projection", PROJECTIONS)
+@pytest.mark.parametrize("clamp", [None, 0.5])
+@pytest.mark.parametrize("radial", [False, True])
+def test_steps_of_every_projection(
+    heads: int, size: int, tokens: int, projection: Any, clamp: Any, radial: bool
+) -> None:
+    tables = rotary_tables(torch.randint(50, (2, tokens)), size)
+    v = torch.randn(2, tokens, heads, size).transpose(1, 2).requires_grad_()
+    v_bar = torch.randn(2, heads, tokens, size, requires_grad=True)
+    evidence = torch.randn(2, heads, tokens, requires_grad=True)
+    change = torch.randn(2, tokens, requires_grad=True) if radial else None
+    ours = tangent_step(v, v_bar, torch.tensor(0.7), *tables, projection, evidence, clamp, change)
+    known = evidence.transpose(1, 2)
+    step = 0.7 * project(v.transpose(1, 2), v_bar.transpose(1, 2), known, projection, clamp).transpose(1, 2)
+    step = step + (0 if change is None else change[:, None, :, None]) * v
+    theirs = plain_rotate(step, *tables, inverse=True).transpose(1, 2)
+    assert ours is not None and ours.is_contiguous()
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    inputs = [v, v_bar, *([evidence] if projection == "evidence" else []), *([] if change is None else [change])]
+    torch.testing.assert_close(gradients((ours,), inputs), gradients((theirs,), inputs), rtol=1e-3, atol=2e-4)
+
+
+def test_a_head_without_a_value_takes_no_part_in_the_evidence() -> None:
+    tables = rotary_tables(torch.arange(5), 8)
+    v, v_bar, evidence = torch.randn(1, 3, 5, 8), torch.randn(1, 3, 5, 8), torch.randn(1, 3, 5)
+    v[:, 1] = 0
+    inputs = [x.requires_grad_() for x in (v, v_bar, evidence)]
+    ours = tangent_step(v, v_bar, torch.tensor(1.0), *tables, "evidence", evidence, 8.0)
+    assert ours is not None
+    step = project(v.transpose(1, 2), v_bar.transpose(1, 2), evidence.transpose(1, 2), "evidence", 8.0).transpose(1, 2)
+    torch.testing.assert_close(ours, plain_rotate(step, *tables, inverse=True).transpose(1, 2), rtol=1e-4, atol=1e-5)
+    assert all(torch.isfinite(g).all() for g in gradients((ours,), inputs))
+
+
 def test_products_somebody_listens_to_take_the_ordinary_way() -> None:
     x, seen = torch.randn(1, 3, 8), []
     up, down = maps((8, 32), (32, 8))
@@ -270,6 +308,13 @@ def test_norm_and_activations_of_extreme_numbers_stay_finite() -> None:
     assert torch.equal(gelu, F.gelu(x)), "its limits are exact"
 
 
+def evidence_step(x: Tensor, step: Any) -> Tensor:
+    """Of two heads, everything a part of x (2, 5, 32)."""
+    v, v_bar = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in x.chunk(2, -1))
+    evidence, change = x[..., :2].transpose(1, 2), x[..., 3]
+    return step(v, v_bar, torch.tensor(0.7), *rotary_tables(torch.arange(5), 8), "evidence", evidence, 8.0, change)
+
+
 def test_what_is_one_node_can_be_differentiated_twice() -> None:
     x, gain = torch.randn(2, 5, 32, requires_grad=True), torch.rand(32, requires_grad=True)
     up, down = maps((32, 64), (64, 32))
@@ -293,6 +338,19 @@ def test_what_is_one_node_can_be_differentiated_twice() -> None:
         (
             lambda: tangent_step(x[:, None, :, :8], x[:, None, :, 8:16], torch.tensor(0.7), *tables),
             lambda: plain_rotate(0.7 * project(x[..., :8], x[..., 8:16], mode="per_head"), *tables, inverse=True),
+        ),
+        (
+            lambda: evidence_step(x, tangent_step),
+            lambda: evidence_step(
+                x,
+                lambda v, v_bar, scale, cos, sin, mode, evidence, clamp, change: plain_rotate(
+                    scale * project(*(y.transpose(1, 2) for y in (v, v_bar, evidence)), mode, clamp).transpose(1, 2)
+                    + change[:, None, :, None] * v,
+                    cos,
+                    sin,
+                    inverse=True,
+                ).transpose(1, 2),
+            ),
         ),
     ]
     for pair in pairs:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from polarlm.geometry.multihead import PROJECTIONS
 
 from .build import library
 from .native_backend import parallel, unbuilt
@@ -17,10 +19,13 @@ WORTH_SHARING = 2**16  # numbers below which waking other threads costs more tha
 
 
 # Of native/rows.h and native/native.cpp, in their order.
-NUMBERS = ("batch", "heads", "tokens", "channels", "threads", "whole")
-OPERANDS = ("x", "y", "cos", "sin", "rms", "d_y", "d_rms", "d_x", "other", "d_other")
+NUMBERS = ("batch", "heads", "tokens", "channels", "threads", "mode")
+OPERANDS = (
+    "x", "y", "cos", "sin", "rms", "d_y", "d_rms", "d_x", "other", "d_other",
+    "evidence", "change", "d_evidence", "d_change",
+)  # fmt: skip
 PASSES = (
-    "rotate", "sphere", "norm", "gate", "gate_backward", "gelu", "gelu_backward", "tangent", "tangent_backward",
+    "rotate", "sphere", "norm", "swiglu", "swiglu_backward", "gelu", "gelu_backward", "tangent", "tangent_backward",
     "sphere_backward", "turned_sphere_backward", "norm_backward",
 )  # fmt: skip
 # An address and three strides for every operand, and where sums go. Packed at once: filling in a structure of ctypes
@@ -72,24 +77,44 @@ def turned_sphere_backward(
     """
     d_y, d_radius = _side_by_side(d_y), torch.empty((), dtype=torch.float64)
     _run(
-        "turned_sphere_backward", y, radius, whole=rms.dim() == 3, total=d_radius,
+        "turned_sphere_backward", y, radius, mode=int(rms.dim() == 3), total=d_radius,
         rms=rms, d_rms=d_rms, d_y=d_y, cos=cos, sin=sin, d_x=out,
     )  # fmt: skip
     return d_radius.to(y.dtype)
 
 
-def tangent(v: Tensor, x: Tensor, scale: float, cos: Tensor, sin: Tensor, out: Tensor) -> None:
-    """Into `out`: what x (B,H,T,D) has across v, head by head, times `scale` and turned back."""
-    _run("tangent", x, scale, y=out, other=v, cos=cos, sin=sin)
+class Step(NamedTuple):
+    """A step across v, `change` of it along v: (x − lost v)·scale + change v, lost by the projection and evidence."""
+
+    scale: float
+    projection: str
+    clamp: float  # of the evidence, none if negative
+    evidence: Tensor | None = None  # (B,H,T)
+    change: Tensor | None = None  # (B,T)
+
+    def run(self, name: str, v: Tensor, x: Tensor, **operands: Tensor | None) -> None:
+        """One of the two passes below."""
+        evidence, change = (None if x is None else x.unsqueeze(-1) for x in (self.evidence, self.change))
+        mode = PROJECTIONS.index(self.projection)
+        _run(name, x, self.scale, self.clamp, mode=mode, other=v, evidence=evidence, change=change, **operands)
+
+
+def tangent(v: Tensor, x: Tensor, step: Step, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+    """Into `out` (B,H,T,D): the step of estimates x from a token's own values v, turned back."""
+    step.run("tangent", v, x, y=out, cos=cos, sin=sin)
 
 
 def tangent_backward(
-    v: Tensor, x: Tensor, scale: float, cos: Tensor, sin: Tensor, d_y: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradients of v and of x."""
+    v: Tensor, x: Tensor, step: Step, cos: Tensor, sin: Tensor, d_y: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Gradients of v, of x, and of the step's evidence and change."""
     d_v, d_x, d_y = torch.empty_like(v), torch.empty_like(x), _side_by_side(d_y)
-    _run("tangent_backward", x, scale, other=v, cos=cos, sin=sin, d_y=d_y, d_x=d_x, d_other=d_v)
-    return d_v, d_x
+    small = [None if y is None else torch.empty_like(y).unsqueeze(-1) for y in (step.evidence, step.change)]
+    step.run(
+        "tangent_backward", v, x, cos=cos, sin=sin, d_y=d_y, d_x=d_x, d_other=d_v,
+        d_evidence=small[0], d_change=small[1],
+    )  # fmt: skip
+    return d_v, d_x, *(None if y is None else y.squeeze(-1) for y in small)
 
 
 def norm(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -108,35 +133,20 @@ def norm_backward(x: Tensor, gain: Tensor, rms: Tensor, d_y: Tensor) -> tuple[Te
     return d_x, d_gain
 
 
-def gate(x: Tensor) -> Tensor:
-    """silu(g)·u of x (B,T,2n), which holds g and then u."""
+def activate(kind: str, x: Tensor) -> Tensor:
+    """`gelu`: x·Φ(x) of x (B,T,n); `swiglu`: silu(g)·u of x (B,T,2n), which holds g and then u."""
     x = _side_by_side(x)
-    y = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
-    _run("gate", x, channels=y.shape[-1], y=y)
+    y = x.new_empty(*x.shape[:-1], x.shape[-1] // (2 if kind == "swiglu" else 1))
+    _run(kind, x, channels=y.shape[-1], y=y)
     return y
 
 
-def gate_backward(x: Tensor, d_y: Tensor) -> Tensor:
-    """The gradient of x."""
+def activate_backward(kind: str, x: Tensor, d_y: Tensor) -> Tensor:
+    """The gradient of x, which GELU's writes over that of y."""
     x, d_y = _side_by_side(x), _side_by_side(d_y)
-    d_x = torch.empty_like(x)
-    _run("gate_backward", x, channels=d_y.shape[-1], d_y=d_y, d_x=d_x)
+    d_x = torch.empty_like(x) if kind == "swiglu" else d_y
+    _run(f"{kind}_backward", x, channels=d_y.shape[-1], d_y=d_y, d_x=d_x)
     return d_x
-
-
-def gelu(x: Tensor) -> Tensor:
-    """x·Φ(x) of x (B,T,n)."""
-    x = _side_by_side(x)
-    y = torch.empty_like(x)
-    _run("gelu", x, y=y)
-    return y
-
-
-def gelu_backward(x: Tensor, d_y: Tensor) -> Tensor:
-    """The gradient of x, written over that of y."""
-    x, d_y = _side_by_side(x), _side_by_side(d_y)
-    _run("gelu_backward", x, d_y=d_y, d_x=d_y)
-    return d_y
 
 
 def _run(
@@ -145,13 +155,13 @@ def _run(
     radius: float = 1.0,
     eps: float = 0.0,
     channels: int | None = None,
-    whole: bool = False,
+    mode: int = 0,
     total: Tensor | None = None,
     **operands: Tensor | None,
 ) -> None:
     shape = x.shape
     threads = torch.get_num_threads() if x.numel() >= WORTH_SHARING else 1
-    words = [shape[0], shape[1] if len(shape) == 4 else 1, shape[-2], channels or shape[-1], threads, whole, *_at(x)]
+    words = [shape[0], shape[1] if len(shape) == 4 else 1, shape[-2], channels or shape[-1], threads, mode, *_at(x)]
     for key in OPERANDS[1:]:
         words += _at(operands.get(key))
     words.append(0 if total is None else total.data_ptr())

@@ -68,7 +68,10 @@ def small_call(device: torch.device | str, learned: bool = True) -> RobustCall:
     radial = RadialNoise(uniform(0.0, 0.1), uniform(0.1, 0.5), uniform(0.1, 0.5), uniform(0.1, 0.5), uniform(2.0, 5.0))
     q, k, v = draw(2, 2, LENGTH, SIZE), draw(2, 1, LENGTH, SIZE), draw(2, 1, LENGTH, SIZE)
     m = uniform(0.5, 1.5, 2, LENGTH)
-    return RobustCall(q, k, v, noise, "student", magnitude=m, radial_mode="own", radial=radial)
+    correlation = "qk" if learned else "vv"
+    return RobustCall(
+        q, k, v, noise, "student", magnitude=m, radial_mode="own", radial=radial, radial_correlation=correlation
+    )
 
 
 def passes(

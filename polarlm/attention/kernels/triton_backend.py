@@ -11,14 +11,14 @@ import os
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from polarlm.geometry.precision import MIN_MAGNITUDE
 
 from .call import AttentionOutput, RobustCall
-from .noise import NOISE_ROWS
+from .noise import NOISE_ROWS, RADIAL_ROWS
 from .operator import differentiable, operator
-from .streaming import streaming_radial
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -33,7 +33,11 @@ LAUNCH = {
     "forward": {(64, 2): (64, 32, 4, 2), (128, 2): (64, 32, 8, 2), (64, 4): (32, 16, 4, 2), (128, 4): (16, 32, 4, 1)},
     "query": {(64, 2): (32, 64, 8, 2), (128, 2): (32, 64, 8, 2), (64, 4): (16, 32, 8, 2), (128, 4): (16, 32, 8, 1)},
     "key": {(64, 2): (64, 32, 8, 2), (128, 2): (64, 32, 8, 2), (64, 4): (32, 16, 4, 1), (128, 4): (32, 16, 8, 1)},
+    "radial": {(64, 2): (64, 64, 8, 2), (64, 4): (32, 32, 8, 1)},
+    "radial_pairs": {(64, 2): (32, 64, 8, 2), (64, 4): (32, 32, 4, 2)},
 }
+CHANNELS = 64  # of all heads together, that the radial kernels multiply at a time
+RADIAL_CHUNK = 256  # queries whose ∂c are kept at a time
 
 
 def triton_obstacle(call: RobustCall) -> str | None:
@@ -62,40 +66,87 @@ def triton_obstacle(call: RobustCall) -> str | None:
     return None
 
 
-class _Call:
-    """The arguments that the three kernels share."""
+class _Launch:
+    """Arguments that the kernels of one channel share, and the block sizes that `LAUNCH` has for them."""
 
+    inputs: Any
+    batch: int
+    sizes: tuple[int, int]
+    switches: dict[str, Any]
+
+    def _switches(self, dtype: torch.dtype, **switches: Any) -> dict[str, Any]:
+        precise = "tf32x3" if dtype == torch.float32 else "tf32"  # three tf32 products carry 21 of fp32's 24 bits
+        return dict(kernel="student", precision="interpreted" if INTERPRETED else precise) | switches
+
+    def launch(
+        self, name: str, given: tuple[Tensor | None, ...], results: tuple[Tensor | None, ...], **more: Any
+    ) -> None:
+        """Run a kernel that reads `given` beside the inputs, and writes every element of `results` once."""
+        from . import triton_kernels, triton_radial, triton_tiles
+
+        block_q, block_k, warps, stages = LAUNCH[name][self.sizes]
+        switches = triton_tiles.Switches(**self.switches, block_q=block_q, block_k=block_k, **more)
+        run = getattr(triton_radial if name.startswith("radial") else triton_kernels, f"{name}_kernel")
+        run[(self.programs(name),)](self.inputs, *given, *results, switches, num_warps=warps, num_stages=stages)
+
+    def blocks(self, name: str) -> tuple[int, int]:
+        """Of queries and of keys."""
+        block_q, block_k, _, _ = LAUNCH[name][self.sizes]
+        return -(-self.inputs.queries // block_q), -(-self.inputs.keys // block_k)
+
+    def programs(self, name: str) -> int:
+        """How many there are."""
+        raise NotImplementedError
+
+
+class _Directional(_Launch):
     def __init__(self, q, k, v, m2, parameters, documents, kernel, decay_keys, decay_values, shape_learns) -> None:
-        from . import triton_kernels, triton_tiles
+        from .triton_tiles import Inputs
 
-        self.kernels, self.tiles = triton_kernels, triton_tiles
-        self.batch, self.heads, self.queries, size = q.shape
-        self.groups, self.keys = k.shape[1:3]
+        self.batch, self.heads, queries, size = q.shape
+        self.groups, keys = k.shape[1:3]
         self.sizes = (64 if size <= 64 else 128, q.element_size())
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         q2, k2 = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).square().contiguous() for x in (q, k))
-        m2 = None if m2 is None else m2.contiguous()
-        documents = None if documents is None else documents.to(torch.int32).contiguous()
         strides = (stride for x in (q, k, v) for stride in x.stride()[:3])
-        tensors = (q, k, v, q2, k2, m2, documents, parameters.contiguous())
-        self.inputs = triton_tiles.Inputs._make((*tensors, *strides, self.heads, self.queries, self.keys))
-        precise = "tf32x3" if q.dtype == torch.float32 else "tf32"  # three tf32 products carry 21 of fp32's 24 bits
-        self.switches: dict[str, Any] = dict(
-            kernel=kernel, decay_keys=decay_keys, decay_values=decay_values, shape_learns=shape_learns,
-            precision="interpreted" if INTERPRETED else precise, group=self.heads // self.groups,
-            size=size, block_d=max(16, 1 << (size - 1).bit_length()),
+        tensors = (q, k, v, q2, k2, m2 if m2 is None else m2.contiguous(), _whole(documents), parameters.contiguous())
+        self.inputs = Inputs._make((*tensors, *strides, self.heads, queries, keys))
+        self.switches = self._switches(
+            q.dtype, kernel=kernel, decay_keys=decay_keys, decay_values=decay_values, shape_learns=shape_learns,
+            group=self.heads // self.groups, size=size, block_d=max(16, 1 << (size - 1).bit_length()),
         )  # fmt: skip
 
-    def launch(self, name: str, *extra: Tensor | None, **learns: Any) -> None:
-        block_q, block_k, warps, stages = LAUNCH[name][self.sizes]
-        switches = self.tiles.Switches(**self.switches, block_q=block_q, block_k=block_k, **learns)
-        programs = self.batch * self.blocks(name) * (self.groups if name == "key" else self.heads)
-        run = getattr(self.kernels, f"{name}_kernel")
-        run[(programs,)](self.inputs, *extra, switches, num_warps=warps, num_stages=stages)
+    def programs(self, name: str) -> int:
+        queries, keys = self.blocks(name)
+        return self.batch * (self.groups * keys if name == "key" else self.heads * queries)
 
-    def blocks(self, name: str) -> int:
-        block_q, block_k, _, _ = LAUNCH[name][self.sizes]
-        return -(-self.keys // block_k) if name == "key" else -(-self.queries // block_q)
+
+class _Radial(_Launch):
+    """Queries from `start` to `stop` of all of them, and the keys that they see."""
+
+    def __init__(self, m, own, other, parameters, documents, queries: int, start: int, stop: int) -> None:
+        from .triton_radial import Inputs
+
+        self.batch, all_keys = m.shape
+        seen = all_keys - queries + stop
+        dtype = m.dtype if own is None else own.dtype
+        self.sizes = (64, dtype.itemsize)
+        own, other = (None, None) if own is None else (own[:, start:stop], other[:, :seen])
+        strides = (0, 0, 0, 0) if own is None else (*own.stride()[:2], *other.stride()[:2])
+        channels = 0 if own is None else own.shape[2]
+        tensors = (own, other, m, documents, parameters)
+        self.inputs = Inputs._make((*tensors, *strides, queries, all_keys, channels, stop - start, seen))
+        self.switches = self._switches(
+            dtype, decay_keys=False, decay_values=False, shape_learns=True, group=1, size=CHANNELS, block_d=CHANNELS
+        )
+
+    def programs(self, name: str) -> int:
+        queries, keys = self.blocks(name)
+        return self.batch * queries * (keys if name == "radial_pairs" else 1)
+
+
+def _whole(documents: Tensor | None) -> Tensor | None:
+    return None if documents is None else documents.to(torch.int32).contiguous()
 
 
 def _gradient(
@@ -111,9 +162,9 @@ def triton_forward(
     kernel: str, decay_keys: bool, decay_values: bool, shape_learns: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """v_bar (B,H,T,Dh) and log-evidence (B,H,T); `parameters` (7,H) are the NOISE_ROWS, `m2` (B,S) is m²."""
-    call = _Call(q, k, v, m2, parameters, documents, kernel, decay_keys, decay_values, shape_learns)
+    call = _Directional(q, k, v, m2, parameters, documents, kernel, decay_keys, decay_values, shape_learns)
     out, log_evidence = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty_like(call.inputs.q2)
-    call.launch("forward", None if m2 is None else m2.amax(1), out, log_evidence)
+    call.launch("forward", (None if m2 is None else m2.amax(1),), (out, log_evidence))
     return out, log_evidence
 
 
@@ -129,18 +180,18 @@ def triton_backward(
     kernel: str, decay_keys: bool, decay_values: bool, shape_learns: bool, noise_learns: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, m2 (empty without it) and the parameters (zero unless `noise_learns`)."""
-    call = _Call(q, k, v, m2, parameters, documents, kernel, decay_keys, decay_values, shape_learns)
+    call = _Directional(q, k, v, m2, parameters, documents, kernel, decay_keys, decay_values, shape_learns)
     d_out = d_out.contiguous()
     delta = torch.linalg.vecdot(d_out.float(), out.float()) - d_log_evidence  # Σ_j A ∂A − ∂ log-evidence
     upstream = (d_out, log_evidence, delta)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    shares = parameters.new_empty(call.batch, call.heads, call.blocks("query"), len(NOISE_ROWS))
+    shares = parameters.new_empty(call.batch, call.heads, call.blocks("query")[0], len(NOISE_ROWS))
     if kernel == "gaussian" and not noise_learns:
         dq.zero_()
     else:
-        call.launch("query", *upstream, dq, shares, noise_learns=noise_learns)
-    per_group = None if m2 is None else m2.new_empty(call.batch, call.groups, call.keys)
-    call.launch("key", *upstream, dk, dv, per_group)
+        call.launch("query", upstream, (dq, shares if noise_learns else None), noise_learns=noise_learns)
+    per_group = None if m2 is None else m2.new_empty(call.batch, call.groups, k.shape[2])
+    call.launch("key", upstream, (dk, dv, per_group))
     d_m2 = q.new_empty(0) if per_group is None else per_group.sum(1)
     d_parameters = shares.sum((0, 2)).T.contiguous() if noise_learns else torch.zeros_like(parameters)
     return dq, dk, dv, d_m2, d_parameters
@@ -153,11 +204,98 @@ def _(d_out, d_log_evidence, out, log_evidence, q, k, v, m2, parameters, *_optio
     return tuple(q.new_empty(0) if x is None else torch.empty_like(x, memory_format=contiguous) for x in inputs)
 
 
+def _radial_gradient(
+    gradients: tuple[Tensor, ...], outputs: tuple[Tensor, ...], given: dict[str, Any], wanted: set[str]
+) -> dict[str, Tensor]:
+    results = triton_radial_backward(gradients[0], *outputs, *given.values())
+    return dict(zip(("m", "own", "other", "parameters"), results))
+
+
+@differentiable("polarlm::triton_radial", _radial_gradient)
+def triton_radial(
+    m: Tensor, own: Tensor | None, other: Tensor | None, parameters: Tensor, documents: Tensor | None, queries: int
+) -> tuple[Tensor, Tensor]:
+    """m_bar (B,T) and its log2-evidence, from m (B,S), rows whose products are the cosines, and the RADIAL_ROWS."""
+    call = _Radial(m, own, other, parameters, _whole(documents), queries, 0, queries)
+    m_bar, log2_evidence = m.new_empty(m.shape[0], queries), m.new_empty(m.shape[0], queries)
+    call.launch("radial", (m.amax(1),), (m_bar, log2_evidence))
+    return m_bar, log2_evidence
+
+
+@triton_radial.traced.register_fake
+def _(m, own, other, parameters, documents, queries):
+    return m.new_empty(m.shape[0], queries), m.new_empty(m.shape[0], queries)
+
+
+@operator("polarlm::triton_radial_backward")
+def triton_radial_backward(
+    d_m_bar: Tensor, m_bar: Tensor, evidence: Tensor,
+    m: Tensor, own: Tensor | None, other: Tensor | None, parameters: Tensor, documents: Tensor | None, queries: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of m, own, other (empty without them) and the parameters.
+
+    ∂c of RADIAL_CHUNK queries at a time is kept, for two matrix products of torch's.
+    """
+    documents, d_m_bar, d_m = _whole(documents), d_m_bar.contiguous(), torch.zeros_like(m)
+    d_parameters: list[Tensor] = []
+    d_own, d_other = (m.new_empty(0) if x is None else torch.zeros_like(x, dtype=torch.float32) for x in (own, other))
+    for start in range(0, queries, RADIAL_CHUNK):
+        stop = min(start + RADIAL_CHUNK, queries)
+        call = _Radial(m, own, other, parameters, documents, queries, start, stop)
+        (query_blocks, key_blocks), seen = call.blocks("radial_pairs"), call.inputs.keys
+        given = tuple(x[:, start:stop] for x in (evidence, m_bar, d_m_bar))
+        d_cosine = None if own is None else own.new_empty(call.batch, stop - start, seen)
+        by_query, by_key = (
+            m.new_empty(call.batch, key_blocks, stop - start),
+            m.new_empty(call.batch, query_blocks, seen),
+        )
+        shares = m.new_empty(call.batch, query_blocks, key_blocks, len(RADIAL_ROWS))
+        call.launch("radial_pairs", given, (d_cosine, by_query, by_key, shares))
+        if own is not None and other is not None and d_cosine is not None:
+            d_own[:, start:stop] = d_cosine @ other[:, :seen]
+            d_other[:, :seen] += d_cosine.mT @ own[:, start:stop]
+        d_m[:, seen - (stop - start) : seen] += by_query.sum(1)
+        d_m[:, :seen] += by_key.sum(1)
+        d_parameters.append(shares.sum((0, 1, 2)))
+    dtype = m.dtype if own is None else own.dtype
+    return d_m, d_own.to(dtype), d_other.to(dtype), torch.stack(d_parameters).sum(0)
+
+
+@triton_radial_backward.traced.register_fake
+def _(d_m_bar, m_bar, evidence, m, own, other, parameters, *_options):
+    return tuple(m.new_empty(0) if x is None else torch.empty_like(x) for x in (m, own, other, parameters))
+
+
+def _correlated(call: RobustCall, dtype: torch.dtype) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Rows (B,T,P) and (B,S,P), padded to whole blocks of channels, whose products are the c_ij of `call.cosine`."""
+    if call.radial_correlation == "one":
+        return None, None
+    groups = call.k.shape[1]
+    if call.radial_correlation == "vv":
+        other = call.v.float().transpose(1, 2).flatten(2)
+        own, other = other[:, -call.q.shape[2] :], other / other.shape[-1]
+    else:  # Σ_h⟨q_h,k_h⟩ = Σ_g⟨Σ_h q_h, k_g⟩: query heads that share keys are added first
+        q, k = (x.float().transpose(1, 2) for x in (call.q, call.k))
+        group = q.shape[2] // groups
+        norms = (x.flatten(2).norm(dim=-1, keepdim=True).clamp_min(1e-12) for x in (q, k * group**0.5))
+        own, other = (x.flatten(2) / n for x, n in zip((q.unflatten(2, (groups, group)).sum(3), k), norms))
+    padding = -own.shape[-1] % CHANNELS
+    own, other = (F.pad(x, (0, padding)).to(dtype) for x in (own, other))
+    return own, other
+
+
+def radial_estimate(call: RobustCall, dtype: torch.dtype) -> Tensor:
+    """m̄ (B,T) of a call whose radial weights are its own; `dtype` of the products."""
+    assert call.radial is not None and call.magnitude is not None, "RobustCall.check sees to it"
+    rows = (*_correlated(call, dtype), call.radial.rows(torch.float32))
+    return triton_radial(call.magnitude.float().contiguous(), *rows, call.documents, call.q.shape[2])[0]
+
+
 def triton_attention(call: RobustCall) -> AttentionOutput:
     """Robust attention by the Triton kernels; limits in `triton_obstacle`.
 
     bf16 tensors are multiplied as they are and scored in fp32, anything else is taken as fp32. The radial channel
-    `own` needs ⟨v_i, v_j⟩ over all heads at once and runs in plain torch.
+    `own` needs products over all heads at once, which are formed again (docs/triton.md).
     """
     qkv = (call.q, call.k, call.v)
     same = torch.bfloat16 if all(x.dtype == torch.bfloat16 for x in qkv) else torch.float32
@@ -172,5 +310,5 @@ def triton_attention(call: RobustCall) -> AttentionOutput:
         call.decay_values,
         call.kernel != "gaussian" and call.noise.shape(call.kernel).requires_grad,
     )
-    m_bar = streaming_radial(call) if call.radial_mode == "own" else None
+    m_bar = radial_estimate(call, same) if call.radial_mode == "own" else None
     return AttentionOutput(v_bar.to(call.v.dtype), log_evidence, m_bar)

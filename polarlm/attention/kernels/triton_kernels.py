@@ -15,7 +15,9 @@ import triton.language as tl
 from .triton_tiles import (
     LN2,
     MIN_DECAY2,
+    SHIFT,
     gradients,
+    leave_range,
     load_each,
     load_noise,
     load_rows,
@@ -29,9 +31,6 @@ from .triton_tiles import (
 )
 
 PARAMETERS = tl.constexpr(7)  # μ, η_k², η_q², σ0², m∞², σ̃², and ν or τ
-# Weights are summed in units of 2^−SHIFT while all sums surely lie between 2^LEAST and 2^MOST: then they, and every
-# weight that counts beside them, are normal fp32 numbers.
-SHIFT, LEAST, MOST = tl.constexpr(64.0), tl.constexpr(-144.0), tl.constexpr(46.0)
 
 # A block of queries of one head: row of (B,H), the block among all, indices, positions among the keys, whether they
 # exist, q, ‖q‖², documents, the head's noise, and the first key that none of them sees.
@@ -96,8 +95,7 @@ def sums_leave_range(x, own, largest_m2, S: tl.constexpr):
     if x.m2 is not None:
         largest = tl.load(largest_m2 + own.batch)
         near, far = near * (largest + noise.m_inf2), far * (largest * MIN_DECAY2 + noise.m_inf2)
-    too_small = tl.min(tl.min(tl.where(own.valid[:, None], least, 0.0), 1), 0) < LEAST
-    return too_small | (tl.log2(x.keys * tl.maximum(near, far)) > MOST)
+    return leave_range(least, own.valid, tl.log2(x.keys * tl.maximum(near, far)))
 
 
 @triton.jit

@@ -19,6 +19,9 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # E² stops here, so that num and var keep their ratio where both floors are switched off.
 MIN_DECAY2 = tl.constexpr(1e-24)
+# Weights are summed in units of 2^−SHIFT while all sums surely lie between 2^LEAST and 2^MOST: then they, and every
+# weight that counts beside them, are normal fp32 numbers.
+SHIFT, LEAST, MOST = tl.constexpr(64.0), tl.constexpr(-144.0), tl.constexpr(46.0)
 
 # What all kernels read: tensors (m2 and documents may be None), strides of batch, head and token, and sizes.
 Inputs = namedtuple(
@@ -127,6 +130,12 @@ def log2_kernel(y, shape, S: tl.constexpr):
         return -(shape + 1) * log2_1p(y)
     else:
         return y * (-LOG2E if S.kernel == "exponential" else 0.0)
+
+
+@triton.jit
+def leave_range(least, valid, log2_most):
+    """Whether sums may lie outside [2^LEAST, 2^MOST]: of a weight that each row holds, and of what no sum exceeds."""
+    return (tl.min(tl.min(tl.where(valid[:, None], least, 0.0), 1), 0) < LEAST) | (log2_most > MOST)
 
 
 @triton.jit

@@ -10,9 +10,10 @@ from cases import assert_same, make_case, run
 from torch import Tensor
 from triton.runtime import interpreter
 
-from polarlm.attention.kernels import robust_attention, triton_backend, triton_kernels
+from polarlm.attention.kernels import reference, robust_attention, triton_backend, triton_kernels, triton_radial
 from polarlm.attention.kernels.noise import NOISE_ROWS
 from polarlm.errors import UserError
+from polarlm.geometry import precision
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about pairs that are masked
 SMALL = dict(batch=1, heads=2, groups=1, dtype=torch.float32)
@@ -44,6 +45,74 @@ def test_every_switch(kernel, magnitude, decay_keys, decay_values):
 def test_odd_lengths(length):
     case = make_case(queries=length, size=16, **SMALL | dict(heads=1))
     assert_same(case, "triton", 2e-4, kernel="student", radial_mode="own")
+
+
+def radial(case, estimate, **options):
+    """m̄ and the gradients of every leaf that it has."""
+    m_bar = estimate(case.call(kernel="student", radial_mode="own", **options))
+    leaves = {name: leaf for name, leaf in case.leaves().items() if not name.startswith("noise.")}
+    upstream = torch.cos(torch.arange(m_bar.numel(), dtype=m_bar.dtype)).view_as(m_bar)
+    found = torch.autograd.grad(m_bar, list(leaves.values()), upstream, allow_unused=True)
+    named = {name: torch.zeros_like(leaf) if g is None else g for (name, leaf), g in zip(leaves.items(), found)}
+    return named | {"m_bar": m_bar.detach()}
+
+
+def assert_same_radial(case, tolerance, against=None, **options):
+    actual = radial(case, lambda call: triton_backend.radial_estimate(call, case.q.dtype), **options)
+    for name, truth in radial(against or case, reference.radial_estimate, **options).items():
+        error, scale = (actual[name].double() - truth.double()).abs().max(), truth.double().abs().max()
+        assert error <= tolerance * max(scale, 1e-3), f"{name}: error {error:.3g} at scale {scale:.3g}"
+    return actual
+
+
+@pytest.mark.parametrize("correlation", ["qk", "vv", "one"])
+@pytest.mark.parametrize(("queries", "keys", "packed"), [(1, 1, False), (63, 63, True), (40, 75, False)])
+def test_the_radial_channel(monkeypatch, correlation, queries, keys, packed):
+    monkeypatch.setattr(triton_backend, "RADIAL_CHUNK", 48)  # the last one not full
+    case = make_case(batch=2, heads=4, groups=2, queries=queries, keys=keys, size=40, dtype=torch.float32)
+    documents = (torch.arange(keys) // 9).expand(2, keys) if packed else None
+    first, again = (assert_same_radial(case, 3e-4, radial_correlation=correlation, documents=documents) for _ in "12")
+    assert all(torch.equal(first[name], again[name]) for name in first), "two runs of one call differ"
+
+
+def test_the_radial_channel_in_bf16():
+    case = make_case(**SMALL | dict(queries=63, dtype=torch.bfloat16))
+    assert_same_radial(case, 2e-2, radial_correlation="qk")
+
+
+def test_both_channels_at_once():
+    case = make_case(queries=19, **SMALL)
+    assert_same(case, "triton", 2e-4, kernel="student", radial_mode="own", radial_correlation="qk")
+
+
+# Sums inside, and beyond either border of, what is summed without finding a row's largest weight first.
+@pytest.mark.parametrize(
+    ("nu", "factor", "noise", "inside"),
+    [(4.0, 1.0, 1.0, True), (30.0, 1e2, 1.0, False), (4.0, 1.0, 1e-14, False), (4.0, 1e8, 1.0, False)],
+)
+def test_radial_sums_of_any_size(nu, factor, noise, inside):
+    torch.manual_seed(0)
+    case = make_case(**SMALL | dict(queries=19, dtype=torch.float64))
+    with torch.no_grad():
+        case.k[:] = -case.q[:, :1]  # the own cosine is the worst
+        case.magnitude *= factor
+        case.radial.nu.fill_(nu)
+        for name in ("eta_k2", "sigma02"):
+            getattr(case.radial, name).mul_(noise)
+    sums = radial_evidence(case)
+    assert (sums.min() > -144 and sums.max() < 46) == inside
+    assert_same_radial(case.each(Tensor.float), 1e-3, against=case, radial_correlation="qk")
+
+
+def radial_evidence(case):
+    """log2 of the sum of a query's radial weights, by the paper's formulas."""
+    noise, m, call = case.radial, case.magnitude, case.call(kernel="student", radial_correlation="qk")
+    lag = (torch.arange(19)[:, None] - torch.arange(19)).clamp_min(0).double()
+    shared = dict(mu=noise.mu, eta_k2=noise.eta_k2, sigma02=noise.sigma02)
+    off = call.cosine() * torch.exp(-noise.mu * lag) * m[:, None] - m[:, :, None]
+    y = precision.log_rho_tilde(lag, eta_q2=noise.eta_q2, **shared).exp() * off.square() / noise.nu
+    logits = precision.log_rho(lag, **shared) - (noise.nu + 1) * torch.log1p(y)
+    return logits.masked_fill(~torch.ones(19, 19).tril().bool(), -torch.inf).logsumexp(-1) / np.log(2)
 
 
 def test_a_thousand_tokens(monkeypatch):
@@ -205,7 +274,7 @@ def guard(monkeypatch):
 
     Checked lane by lane at the interpreter's loads and stores; what lies between the rows of a view is no element.
     """
-    builder, launch = interpreter.InterpreterBuilder, triton_backend._Call.launch
+    builder, launch = interpreter.InterpreterBuilder, triton_backend._Launch.launch
     load, store = builder.create_masked_load, builder.create_masked_store
     readable, writable, written, launched = [], [], [], []
 
@@ -219,19 +288,18 @@ def guard(monkeypatch):
         assert _all_among(written[-1], writable[-1]), "writes beyond its results"
         return store(self, pointers, value, mask, *others)
 
-    def watched_launch(self, name, *extra, **learns):
-        results = [x for x in extra[1 if name == "forward" else 3 :] if x is not None]
-        given = [x for x in (*self.inputs, *extra) if isinstance(x, torch.Tensor)]
-        readable.append(np.sort(np.concatenate([_addresses(x) for x in given if not any(x is y for y in results)])))
-        writable.append(np.sort(np.concatenate([_addresses(x) for x in results])))
+    def watched_launch(self, name, given, results, **learns):
+        tensors = [x for x in (*self.inputs, *given) if isinstance(x, torch.Tensor)]
+        readable.append(np.sort(np.concatenate([_addresses(x) for x in tensors])))
+        writable.append(np.sort(np.concatenate([_addresses(x) for x in results if x is not None])))
         written.clear()
-        launch(self, name, *extra, **learns)
+        launch(self, name, given, results, **learns)
         assert np.array_equal(np.sort(np.concatenate(written)), writable[-1]), "writes too little or twice"
         launched.append(name)
 
     monkeypatch.setattr(builder, "create_masked_load", watched_load)
     monkeypatch.setattr(builder, "create_masked_store", watched_store)
-    monkeypatch.setattr(triton_backend._Call, "launch", watched_launch)
+    monkeypatch.setattr(triton_backend._Launch, "launch", watched_launch)
     return launched
 
 
@@ -247,7 +315,7 @@ def _guarded_case(kernel):
     case = make_case(batch=2, heads=2, groups=1, queries=21, keys=37, size=12, dtype=torch.float32)
     case.q, case.k, case.v = (_within_nan(x) for x in (case.q, case.k, case.v))
     documents = (torch.arange(37) // 9).expand(2, 37)
-    return case, dict(kernel=kernel, documents=documents, decay_keys=True, decay_values=True)
+    return case, dict(kernel=kernel, documents=documents, decay_keys=True, decay_values=True, radial_mode="own")
 
 
 @pytest.mark.parametrize("kernel", ["student", "exponential"])
@@ -257,19 +325,25 @@ def test_only_what_was_given_is_read_and_every_result_is_written_once(guard, ker
         case.magnitude.data *= 6  # rows whose largest weight is found first
         assert run(case, "reference", **options)[0]["log_evidence"].min() < -150
     assert_same(case, "triton", 2e-3, **options)
-    assert guard == ["forward", "query", "key"]
+    assert sorted(guard) == ["forward", "key", "query", "radial", "radial_pairs"]
 
 
-@pytest.mark.parametrize("helper", ["load_rows", "load_each", "store_rows"])
-def test_the_guard_notices_a_missing_mask(guard, monkeypatch, helper):
+@pytest.mark.parametrize(
+    ("module", "helper"),
+    [
+        *((triton_kernels, helper) for helper in ("load_rows", "load_each", "store_rows")),
+        *((triton_radial, helper) for helper in ("load_rows", "load_each")),
+    ],
+)
+def test_the_guard_notices_a_missing_mask(guard, monkeypatch, module, helper):
     place = {"load_rows": 3, "load_each": 3, "store_rows": 2}[helper]  # of `valid` among the arguments
-    intact = getattr(triton_kernels, helper)
+    intact = getattr(module, helper)
 
     def careless(*arguments):
         everything = arguments[place] | ~arguments[place]
         return intact(*arguments[:place], everything, *arguments[place + 1 :])
 
-    monkeypatch.setattr(triton_kernels, helper, careless)
+    monkeypatch.setattr(module, helper, careless)
     case, options = _guarded_case("student")
     with pytest.raises(Exception, match=r"reads what it was not given|writes beyond"):
         run(case, "triton", **options)

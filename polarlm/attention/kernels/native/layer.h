@@ -11,9 +11,11 @@ struct Layer {
     void *x, *memory;                                         // the stream (rows,width), overwritten; scratch
 };
 
-// y += W x (or = W x) for four outputs and R rows; inputs in whole vectors.
-template <class T, int R>
-inline void four_outputs(const T* w, int64_t inputs, const T* x, int64_t x_row, T* y, int64_t y_row, bool add) {
+// y += W x (or = W x) for four outputs and up to R rows; inputs in whole vectors.
+template <class T, int R = 4>
+inline void four_outputs(int64_t rows, const T* w, int64_t inputs, const T* x, int64_t x_row, T* y, int64_t y_row, bool add) {
+    if constexpr (R > 1)
+        if (rows < R) return four_outputs<T, R - 1>(rows, w, inputs, x, x_row, y, y_row, add);
     Vec<T> sum[4][R] = {};
     for (int64_t i = 0; i < inputs; i += WIDTH<T>) {
         Vec<T> at[R];
@@ -33,16 +35,9 @@ void apply(Share share, const void* matrix, int64_t rows, int64_t outputs, int64
     constexpr int64_t SOME = 64;  // outputs of a task: their weights stay in the cache for the next rows
     share((outputs + SOME - 1) / SOME, outputs * inputs * rows, [&](int64_t item) {
         for (int64_t row = 0; row < rows; row += 4)
-            for (int64_t o = item * SOME; o < std::min(outputs, (item + 1) * SOME); o += 4) {
-                const T *w = (const T*)matrix + o * inputs, *from = x + row * x_row;
-                T* to = y + row * y_row + o;
-                switch (std::min<int64_t>(4, rows - row)) {
-                    case 4: four_outputs<T, 4>(w, inputs, from, x_row, to, y_row, add); break;
-                    case 3: four_outputs<T, 3>(w, inputs, from, x_row, to, y_row, add); break;
-                    case 2: four_outputs<T, 2>(w, inputs, from, x_row, to, y_row, add); break;
-                    default: four_outputs<T, 1>(w, inputs, from, x_row, to, y_row, add);
-                }
-            }
+            for (int64_t o = item * SOME; o < std::min(outputs, (item + 1) * SOME); o += 4)
+                four_outputs(rows - row, (const T*)matrix + o * inputs, inputs, x + row * x_row, x_row, y + row * y_row + o,
+                             y_row, add);
     });
 }
 
@@ -53,11 +48,8 @@ template <class T, class Share> void layer(const Layer& l, Share share) {
     T *x = (T*)l.x, *normed = (T*)l.memory, *qkv = normed + l.rows * l.width, *estimates = qkv + l.rows * projected;
     T *before = estimates + l.rows * inner, *after = before + l.rows * up;
     auto norm = [&](int which) {
-        for (int64_t row = 0; row < l.rows; ++row) {
-            T* y = normed + row * l.width;
-            to_sphere(x + row * l.width, l.width, T(1), T(l.eps), y);
-            for (int64_t i = 0; i < l.width; ++i) y[i] *= ((const T*)l.norms[which])[i];
-        }
+        for (int64_t row = 0; row < l.rows; ++row)
+            normed_row(x + row * l.width, (const T*)l.norms[which], l.width, T(l.eps), normed + row * l.width);
     };
     norm(0);
     for (int64_t i = 0, at = 0; i < 2; at += l.outputs[i++])

@@ -29,16 +29,11 @@ inline void tile(Matrix<T> a, const T* b, int64_t b_row, T* c, int64_t c_row, in
         for (int v = 0; v < VECTORS; ++v) store<T>(c + r * c_row + v * WIDTH<T>, sum[r][v]);
 }
 
-template <class T, int VECTORS, bool ADD>
+template <class T, int VECTORS, bool ADD, int ROWS = TILE_ROWS>
 inline void tile_of(int rows, Matrix<T> a, const T* b, int64_t b_row, T* c, int64_t c_row, int64_t begin, int64_t end) {
-    switch (rows) {
-        case 6: return tile<T, 6, VECTORS, ADD>(a, b, b_row, c, c_row, begin, end);
-        case 5: return tile<T, 5, VECTORS, ADD>(a, b, b_row, c, c_row, begin, end);
-        case 4: return tile<T, 4, VECTORS, ADD>(a, b, b_row, c, c_row, begin, end);
-        case 3: return tile<T, 3, VECTORS, ADD>(a, b, b_row, c, c_row, begin, end);
-        case 2: return tile<T, 2, VECTORS, ADD>(a, b, b_row, c, c_row, begin, end);
-        default: return tile<T, 1, VECTORS, ADD>(a, b, b_row, c, c_row, begin, end);
-    }
+    if constexpr (ROWS > 1)
+        if (rows < ROWS) return tile_of<T, VECTORS, ADD, ROWS - 1>(rows, a, b, b_row, c, c_row, begin, end);
+    tile<T, ROWS, VECTORS, ADD>(a, b, b_row, c, c_row, begin, end);
 }
 
 // C (rows × columns, whole vectors) = or += A·B. `rows_of(first, last column)` says how many rows of a column panel

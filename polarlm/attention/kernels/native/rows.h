@@ -13,9 +13,10 @@ struct Operand {
 
 struct Operands {
     int64_t batch, heads, tokens, channels, threads;
-    int64_t whole;  // a token's heads are one row, and not each by itself
+    int64_t mode;  // of spheres: 1 where a token's heads are one row, and not each by itself; of tangents: the projection
     Operand x, y, cos, sin, rms, d_y, d_rms, d_x, other, d_other;  // what an operation does not use is null
-    void* total;                                                   // what is summed over all rows
+    Operand evidence, change, d_evidence, d_change;
+    void* total;  // what is summed over all rows
 };
 struct Rows : Operands {
     double radius, eps;
@@ -69,8 +70,8 @@ template <class T> void sphere_back_row(const Rows& r, int64_t b, int64_t h, int
 
 // The same where x was turned after it, from the result y = R s x itself: dx = R⁻¹(s ∂y + y (∂rms − ⟨∂y,y⟩/rms)/(n s rms)).
 template <class T> void turned_sphere_back_row(const Rows& r, int64_t b, int64_t h, int64_t t, double* d_radius) {
-    if (r.whole && h) return;
-    const int64_t end = r.whole ? r.heads : h + 1, half = r.channels / 2;
+    if (r.mode && h) return;
+    const int64_t end = r.mode ? r.heads : h + 1, half = r.channels / 2;
     T along = 0;
     for (int64_t head = h; head < end; ++head) {
         const T *y = r.x.row<T>(b, head, t), *d_y = r.d_y.row<T>(b, head, t);
@@ -94,55 +95,139 @@ template <class T> void turned_sphere_back_row(const Rows& r, int64_t b, int64_t
     *d_radius += double(along) / r.radius;
 }
 
-// y = R⁻¹(x − v⟨v,x⟩/⟨v,v⟩)·radius, where v is `other`: a head's estimate without its own value's direction, turned back.
-template <class T> inline T along(const T* v, const T* x, int64_t channels, T& squared) {
-    T dot = 0, sum = 0;
-#pragma omp simd reduction(+ : dot, sum)
+// What a token's estimates x_h (one per head) lose along its own values v_h: lost_h v_h, by one of four projections.
+enum Projection : int64_t { NONE, PER_HEAD, GLOBAL, EVIDENCE };
+
+template <class T> struct Tangent {
+    std::vector<T> along, square, evidence, lost;  // ⟨v,x⟩, ⟨v,v⟩ and log-evidence of every head; what it loses
+    std::vector<T> unit, share;                    // the lost share of ⟨v, x−v⟩ over ⟨v,v⟩, and that share
+    T off = 0;                                     // ⟨v, x−v⟩ over all heads
+    int64_t surest = 0;
+
+    static Tangent& of(int64_t heads) {
+        thread_local Tangent tangent;
+        for (auto* x : {&tangent.along, &tangent.square, &tangent.evidence, &tangent.lost, &tangent.unit, &tangent.share})
+            x->resize(heads);
+        return tangent;
+    }
+    static T held(T square) { return std::max(square, std::sqrt(std::numeric_limits<T>::min())); }  // zero: no direction
+    static T sum(const std::vector<T>& x) { return std::accumulate(x.begin(), x.end(), T(0)); }
+
+    // `clamp` (nats, none if negative): no head counts as having less evidence than the surest one by more than that.
+    T known(int64_t h, double clamp) const {
+        return clamp >= 0 ? std::max(evidence[h], evidence[surest] - T(clamp)) : evidence[h];
+    }
+    void find(int64_t projection, double clamp) {
+        const int64_t n = along.size();
+        if (projection == NONE) unit.assign(n, T(0)), lost.assign(n, T(0));
+        for (int64_t h = 0; h < n && projection == PER_HEAD; ++h) lost[h] = along[h] / held(square[h]);
+        if (projection == GLOBAL) {
+            unit.assign(n, 1 / held(sum(square)));
+            lost.assign(n, sum(along) / held(sum(square)));
+        }
+        if (projection != EVIDENCE) return;
+        surest = std::max_element(evidence.begin(), evidence.end()) - evidence.begin();
+        T top = -HUGE_VAL, total = 0;
+        off = 0;
+        for (int64_t h = 0; h < n; ++h) {
+            off += along[h] - square[h];
+            share[h] = square[h] < held(square[h]) ? std::numeric_limits<T>::lowest() : std::log(square[h]) - known(h, clamp);
+            top = std::max(top, share[h]);
+        }
+        for (T& x : share) total += x = std::exp(x - top);
+        for (int64_t h = 0; h < n; ++h) {
+            share[h] /= total, unit[h] = share[h] / held(square[h]);
+            lost[h] = 1 + off * share[h] / held(square[h]);
+        }
+    }
+};
+
+template <class T> inline void inner(const T* v, const T* x, int64_t channels, T& dot, T& square) {
+    T by_x = 0, by_v = 0;
+#pragma omp simd reduction(+ : by_x, by_v)
     for (int64_t i = 0; i < channels; ++i) {
-        dot += v[i] * x[i];
-        sum += v[i] * v[i];
+        by_x += v[i] * x[i];
+        by_v += v[i] * v[i];
     }
-    squared = std::max(sum, std::sqrt(std::numeric_limits<T>::min()));  // a zero vector has no direction
-    return dot / squared;
+    dot = by_x, square = by_v;
 }
-template <class T> void tangent_row(const Rows& r, int64_t b, int64_t h, int64_t t) {
-    const T *x = r.x.row<T>(b, h, t), *v = r.other.row<T>(b, h, t), scale = T(r.radius);
-    const T *cos = r.cos.row<T>(b, h, t), *sin = r.sin.row<T>(b, h, t);
-    T squared, *y = r.y.row<T>(b, h, t);
-    const T share = along(v, x, r.channels, squared);
+template <class T> Tangent<T>& tangent_of(const Rows& r, int64_t b, int64_t t) {
+    Tangent<T>& tangent = Tangent<T>::of(r.heads);
+    for (int64_t h = 0; h < r.heads; ++h) {
+        inner(r.other.row<T>(b, h, t), r.x.row<T>(b, h, t), r.channels, tangent.along[h], tangent.square[h]);
+        if (r.evidence.at) tangent.evidence[h] = *r.evidence.row<T>(b, h, t);
+    }
+    tangent.find(r.mode, r.eps);
+    return tangent;
+}
+
+// y = R⁻¹((x − lost v)·radius + change v), v being `other`: a step across a token's value, one along it, turned back.
+template <class T> void tangent_row(const Rows& r, int64_t b, int64_t first, int64_t t) {
+    if (first) return;  // the first head's row is all of the token's
+    const Tangent<T>& tangent = tangent_of<T>(r, b, t);
+    const T scale = T(r.radius), change = r.change.at ? *r.change.row<T>(b, 0, t) : T(0);
     const int64_t half = r.channels / 2;
+    for (int64_t h = 0; h < r.heads; ++h) {
+        const T *x = r.x.row<T>(b, h, t), *v = r.other.row<T>(b, h, t), lost = tangent.lost[h];
+        const T *cos = r.cos.row<T>(b, h, t), *sin = r.sin.row<T>(b, h, t);
+        T* y = r.y.row<T>(b, h, t);
 #pragma GCC ivdep
-    for (int64_t i = 0; i < half; ++i) {
-        const T real = (x[i] - v[i] * share) * scale, imaginary = (x[half + i] - v[half + i] * share) * scale;
-        y[i] = real * cos[i] + imaginary * sin[i];
-        y[half + i] = imaginary * cos[i] - real * sin[i];
+        for (int64_t i = 0; i < half; ++i) {
+            const T real = (x[i] - v[i] * lost) * scale + change * v[i];
+            const T imaginary = (x[half + i] - v[half + i] * lost) * scale + change * v[half + i];
+            y[i] = real * cos[i] + imaginary * sin[i];
+            y[half + i] = imaginary * cos[i] - real * sin[i];
+        }
     }
 }
 
-// With d = radius·R∂y, a = ⟨v,x⟩/⟨v,v⟩ and b = ⟨v,d⟩/⟨v,v⟩: dx = d − b v, dv = 2ab v − b x − a d.
-template <class T> void tangent_back_row(const Rows& r, int64_t b, int64_t h, int64_t t) {
-    const T *x = r.x.row<T>(b, h, t), *v = r.other.row<T>(b, h, t), *d_y = r.d_y.row<T>(b, h, t);
-    T squared, *d_x = r.d_x.row<T>(b, h, t), *d_v = r.d_other.row<T>(b, h, t);
-    turned(d_y, r.cos.row<T>(b, h, t), r.sin.row<T>(b, h, t), T(1), r.channels / 2, d_x);
-    const T a = along(v, x, r.channels, squared), c = along(v, d_x, r.channels, squared), scale = T(r.radius);
+// With d = R∂y, p = ⟨v,d⟩ and c = Σ_k p_k ∂lost_k/∂⟨v,x⟩, which is the same for all heads but in PER_HEAD:
+// dx = (d − c v)·radius, dv = (2 lost c v − c x − lost d)·radius + change d, ∂change = Σ p. The derivative of lost by
+// ⟨v,v⟩ is −lost times that by ⟨v,x⟩ in every projection.
+template <class T> void tangent_back_row(const Rows& r, int64_t b, int64_t first, int64_t t) {
+    if (first) return;
+    const Tangent<T>& tangent = tangent_of<T>(r, b, t);
+    const T scale = T(r.radius), change = r.change.at ? *r.change.row<T>(b, 0, t) : T(0);
+    thread_local std::vector<T> p;
+    p.resize(r.heads);
+    T all = 0, everywhere = 0, square;
+    for (int64_t h = 0; h < r.heads; ++h) {
+        T* d = r.d_x.row<T>(b, h, t);
+        turned(r.d_y.row<T>(b, h, t), r.cos.row<T>(b, h, t), r.sin.row<T>(b, h, t), T(1), r.channels / 2, d);
+        inner(r.other.row<T>(b, h, t), d, r.channels, p[h], square);
+        all += p[h], everywhere += p[h] * tangent.unit[h];
+    }
+    for (int64_t h = 0; h < r.heads; ++h) {
+        const T *x = r.x.row<T>(b, h, t), *v = r.other.row<T>(b, h, t);
+        T *d_x = r.d_x.row<T>(b, h, t), *d_v = r.d_other.row<T>(b, h, t);
+        const T a = tangent.lost[h], c = r.mode == PER_HEAD ? p[h] / tangent.held(tangent.square[h]) : everywhere;
 #pragma GCC ivdep
-    for (int64_t i = 0; i < r.channels; ++i) {
-        const T d = d_x[i];
-        d_x[i] = (d - c * v[i]) * scale;
-        d_v[i] = (2 * a * c * v[i] - c * x[i] - a * d) * scale;
+        for (int64_t i = 0; i < r.channels; ++i) {
+            const T d = d_x[i];
+            d_x[i] = (d - c * v[i]) * scale;
+            d_v[i] = (2 * a * c * v[i] - c * x[i] - a * d) * scale + change * d;
+        }
+    }
+    if (r.change.at) *r.d_change.row<T>(b, 0, t) = all;
+    if (r.mode != EVIDENCE) return;
+    for (int64_t h = 0; h < r.heads; ++h) *r.d_evidence.row<T>(b, h, t) = 0;
+    for (int64_t h = 0; h < r.heads; ++h) {  // a head held up by the clamp has the surest one's evidence
+        const bool own = tangent.known(h, r.eps) == tangent.evidence[h];
+        *r.d_evidence.row<T>(b, own ? h : tangent.surest, t) +=
+            scale * tangent.off * (p[h] * tangent.unit[h] - everywhere * tangent.share[h]);
     }
 }
 
-// rms = √(mean x² + eps), y = x·gain/rms
+// y = x·gain/rms; returns rms.
+template <class T> inline T normed_row(const T* x, const T* gain, int64_t channels, T eps, T* y) {
+    const T rms = to_sphere(x, channels, T(1), eps, y);
+#pragma GCC ivdep
+    for (int64_t i = 0; i < channels; ++i) y[i] *= gain[i];
+    return rms;
+}
 template <class T> void norm_row(const Rows& r, int64_t b, int64_t h, int64_t t) {
-    const T *x = r.x.row<T>(b, h, t), *gain = r.other.row<T>(b, h, t);
-    T sum = 0, *y = r.y.row<T>(b, h, t);
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < r.channels; ++i) sum += x[i] * x[i];
-    const T rms = std::sqrt(sum / T(r.channels) + T(r.eps)), scale = 1 / rms;
-    *r.rms.row<T>(b, h, t) = rms;
-#pragma GCC ivdep
-    for (int64_t i = 0; i < r.channels; ++i) y[i] = x[i] * scale * gain[i];
+    *r.rms.row<T>(b, h, t) =
+        normed_row(r.x.row<T>(b, h, t), r.other.row<T>(b, h, t), r.channels, T(r.eps), r.y.row<T>(b, h, t));
 }
 
 // dx = (gain ∂y − x ⟨gain ∂y, x⟩/(n rms²))/rms; adds the row's share of ∂gain = ∂y x/rms to `d_gain`.
