@@ -404,8 +404,6 @@ class _FeedForward(torch.autograd.Function):
         if torch.is_grad_enabled():
             return *_again(lambda x, up, down: F.linear(plain(F.linear(x, up)), down), (x, up, down), gradients), None
         d_active, d_down = _linear_backward(active, down, gradients[0], (True, ctx.needs_input_grad[2]))
-        return (
-            *_linear_backward(x, up, activate_backward(ctx.kind, hidden, d_active), ctx.needs_input_grad),
-            d_down,
-            None,
-        )
+        assert d_active is not None, "asked for"
+        d_hidden = activate_backward(ctx.kind, hidden, d_active)
+        return *_linear_backward(x, up, d_hidden, ctx.needs_input_grad), d_down, None
