@@ -248,17 +248,24 @@ class _Tangent(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, v: Tensor, v_bar: Tensor, evidence: Tensor | None, change: Tensor | None, fixed: Any, *turns: Tensor
+        ctx: Any,
+        v: Tensor,
+        v_bar: Tensor,
+        evidence: Tensor | None,
+        change: Tensor | None,
+        fixed: tuple[float, str, float],
+        cos: Tensor,
+        sin: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(v, v_bar, evidence, change, *turns)
+        ctx.save_for_backward(v, v_bar, evidence, change, cos, sin)
         ctx.fixed = fixed
         out = _rows_like(v)
-        tangent(v, v_bar, Step(*fixed, evidence, change), *turns, out)
+        tangent(v, v_bar, Step(*fixed, evidence, change), cos, sin, out)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        v, v_bar, evidence, change, *turns = ctx.saved_tensors
+        v, v_bar, evidence, change, cos, sin = ctx.saved_tensors
         if torch.is_grad_enabled():
             scale, mode, clamp = ctx.fixed
 
@@ -267,12 +274,13 @@ class _Tangent(torch.autograd.Function):
                 step = project(v.transpose(1, 2), v_bar.transpose(1, 2), known, mode, None if clamp < 0 else clamp)
                 step = scale * step.transpose(1, 2)
                 step = step if change is None else step + given[-1][:, None, :, None] * v
-                return plain_rotate(step, *turns, inverse=True)
+                return plain_rotate(step, cos, sin, inverse=True)
 
             found = iter(_again(plain, tuple(x for x in (v, v_bar, evidence, change) if x is not None), gradients))
             made = tuple(None if x is None else next(found) for x in (v, v_bar, evidence, change))
         else:
-            made = tangent_backward(v, v_bar, Step(*ctx.fixed, evidence, change), *turns, gradients[0])
+            step = Step(*ctx.fixed)._replace(evidence=evidence, change=change)
+            made = tangent_backward(v, v_bar, step, cos, sin, gradients[0])
         return *made, None, None, None
 
 
@@ -396,8 +404,6 @@ class _FeedForward(torch.autograd.Function):
         if torch.is_grad_enabled():
             return *_again(lambda x, up, down: F.linear(plain(F.linear(x, up)), down), (x, up, down), gradients), None
         d_active, d_down = _linear_backward(active, down, gradients[0], (True, ctx.needs_input_grad[2]))
-        return (
-            *_linear_backward(x, up, activate_backward(ctx.kind, hidden, d_active), ctx.needs_input_grad),
-            d_down,
-            None,
-        )
+        assert d_active is not None, "asked for"
+        d_hidden = activate_backward(ctx.kind, hidden, d_active)
+        return *_linear_backward(x, up, d_hidden, ctx.needs_input_grad), d_down, None

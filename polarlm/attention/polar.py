@@ -277,8 +277,10 @@ class PolarAttention(Mixer):
         alpha, record = parameters["alpha"], context.record
         if record is None and prior is None and takes_tangent_step(self):
             change = None if output.m_bar is None else parameters["beta"] * (output.m_bar - m)
-            over_heads = self.projection, output.log_evidence, self.evidence_clamp
-            step = tangent_step(own, output.v_bar, alpha, *frame.turns.queries, *over_heads, change)
+            turns, evidence = frame.turns.queries, output.log_evidence
+            step = tangent_step(
+                own, output.v_bar, alpha, *turns, self.projection, evidence, self.evidence_clamp, change
+            )
             if step is not None:
                 return step
         # Grouped value heads stand for each of their query heads (B, T, H, Dh).

@@ -96,7 +96,8 @@ class Step(NamedTuple):
         """One of the two passes below."""
         evidence, change = (None if x is None else x.unsqueeze(-1) for x in (self.evidence, self.change))
         mode = PROJECTIONS.index(self.projection)
-        _run(name, x, self.scale, self.clamp, mode=mode, other=v, evidence=evidence, change=change, **operands)
+        operands |= {"other": v, "evidence": evidence, "change": change}
+        _run(name, x, self.scale, self.clamp, None, mode, None, **operands)
 
 
 def tangent(v: Tensor, x: Tensor, step: Step, cos: Tensor, sin: Tensor, out: Tensor) -> None:
