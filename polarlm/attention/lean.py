@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from polarlm.attention.kernels.build import processor
 from polarlm.attention.kernels.native_rows import (
-    Step,
+    TangentStep,
+    across,
+    across_backward,
     activate,
     activate_backward,
     norm,
@@ -31,7 +33,7 @@ from polarlm.attention.kernels.native_rows import (
     turn,
     turned_sphere_backward,
 )
-from polarlm.geometry import project
+from polarlm.geometry import project, tangential_part
 from polarlm.geometry import rotate as plain_rotate
 
 # Only keeps the zero vector finite: a fresh un-normalised stream is small but meaningful.
@@ -260,7 +262,7 @@ class _Tangent(torch.autograd.Function):
         ctx.save_for_backward(v, v_bar, evidence, change, cos, sin)
         ctx.fixed = fixed
         out = _rows_like(v)
-        tangent(v, v_bar, Step(*fixed, evidence, change), cos, sin, out)
+        tangent(v, v_bar, TangentStep(*fixed, evidence, change), cos, sin, out)
         return out
 
     @staticmethod
@@ -276,12 +278,33 @@ class _Tangent(torch.autograd.Function):
                 step = step if change is None else step + given[-1][:, None, :, None] * v
                 return plain_rotate(step, cos, sin, inverse=True)
 
-            found = iter(_again(plain, tuple(x for x in (v, v_bar, evidence, change) if x is not None), gradients))
-            made = tuple(None if x is None else next(found) for x in (v, v_bar, evidence, change))
+            again = iter(_again(plain, tuple(x for x in (v, v_bar, evidence, change) if x is not None), gradients))
+            made = tuple(None if x is None else next(again) for x in (v, v_bar, evidence, change))
         else:
-            step = Step(*ctx.fixed)._replace(evidence=evidence, change=change)
+            step = TangentStep(*ctx.fixed)._replace(evidence=evidence, change=change)
             made = tangent_backward(v, v_bar, step, cos, sin, gradients[0])
         return *made, None, None, None
+
+
+def add_across(x: Tensor, step: Tensor) -> Tensor:
+    """x + P_T(x) step of the last axis: the stream x (B, T, d) takes no more of a step than is orthogonal to it."""
+    if x.dtype == step.dtype and x.shape == step.shape and takes_rows(x) and takes_rows(step):
+        return _Across.apply(x, step)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x + tangential_part(x.to(wide), step.to(wide)).to(step.dtype)
+
+
+class _Across(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, step: Tensor) -> Tensor:
+        ctx.save_for_backward(x, step)
+        return across(x, step)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            return _again(lambda x, step: x + tangential_part(x, step), ctx.saved_tensors, gradients)
+        return across_backward(*ctx.saved_tensors, gradients[0])
 
 
 def _linear_backward(x: Tensor, weight: Tensor, d_y: Tensor, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
@@ -294,6 +317,7 @@ def _again(
     plain: Callable[..., Any], inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...]
 ) -> tuple[Tensor | None, ...]:
     """Gradients by the plain formula, for somebody who wants to differentiate them again."""
+    inputs = tuple(x.view_as(x) for x in inputs)  # one may have been made from another: that is not this node's business
     asked = [x for x in inputs if x.requires_grad]
     given = iter(torch.autograd.grad(plain(*inputs), asked, gradients, create_graph=True))
     return tuple(next(given) if x.requires_grad else None for x in inputs)

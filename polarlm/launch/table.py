@@ -23,7 +23,7 @@ def final_table(summary: dict[str, Any], folder: Path, sample: str | None) -> st
         ("run folder", str(folder)),
         ("pictures", ", ".join(str(p) for p in sorted(folder.glob("*.png"))) or "none"),
     ]
-    lines += undertrained(summary)
+    lines += undertrained_note(summary)
     lines += ["", *(f"  {name:<10}  {value}" for name, value in facts)]
     if sample:
         lines += ["", "  sample", *(f"    {line}" for line in visible_text(sample).splitlines())]
@@ -44,7 +44,7 @@ def metric_lines(summary: dict[str, Any]) -> list[str]:
     return [f"  {line}" for line in aligned(rows)]
 
 
-def undertrained(summary: dict[str, Any]) -> list[str]:
+def undertrained_note(summary: dict[str, Any]) -> list[str]:
     """A warning where counting pairs of tokens predicts better than the model does."""
     loss, bigram = summary.get("val/loss"), ((summary.get("baselines") or {}).get("bigram") or {}).get("loss")
     if loss is None or bigram is None or loss < bigram:

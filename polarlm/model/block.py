@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from polarlm.attention.lean import add_across
 from polarlm.attention.mixer import Mixer, MixerShape, TokenContext
 from polarlm.geometry import tangential_part
 from polarlm.model.decoding import decode_layer
-from polarlm.model.frames import FRAMES
+from polarlm.model.frames import FRAMES, Sum
 
 
 class Block(nn.Module):
@@ -44,6 +45,8 @@ class Block(nn.Module):
         """The stream after a branch; `tangent` leaves out what the step has along the stream (docs/theory.md, E11)."""
         if self.dropout.p:
             step = self.dropout(step)
+        if tangent and isinstance(connection, Sum):
+            return add_across(x, step)
         if tangent:
             wide = torch.promote_types(x.dtype, torch.float32)
             step = tangential_part(x.to(wide), step.to(wide)).to(step.dtype)

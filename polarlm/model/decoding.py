@@ -50,8 +50,7 @@ def weights_of(block: Block, x: Tensor) -> Matrices | None:
     else:
         return None
     projections, whole = mixer.projections(), x.shape[-1] % VECTOR == 0 and hidden % VECTOR == 0
-    plain = mixer.project_stream == "none" and takes_products(x, *projections, mixer.out, up, down)
-    if not whole or not plain:
+    if not whole or not takes_products(x, *projections, mixer.out, up, down):
         return None
     return Matrices(
         norms=(block.mixer_norm.weight, block.ffn_norm.weight),
@@ -60,5 +59,6 @@ def weights_of(block: Block, x: Tensor) -> Matrices | None:
         up=up.weight,
         down=down.weight,
         gated=type(ffn) is SwiGLUFeedForward,
+        across=(mixer.project_stream != "none", mixer.project_stream == "both"),
         eps=block.ffn_norm.eps,
     )

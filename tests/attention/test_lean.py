@@ -13,6 +13,7 @@ from polarlm.attention import lean
 from polarlm.attention.estimator import Estimator
 from polarlm.attention.kernels.native_rows import takes_rows
 from polarlm.attention.lean import (
+    add_across,
     feed_forward,
     on_sphere,
     rms_norm,
@@ -22,7 +23,7 @@ from polarlm.attention.lean import (
     takes_products,
     tangent_step,
 )
-from polarlm.geometry import project
+from polarlm.geometry import project, tangential_part
 from polarlm.geometry import rotate as plain_rotate
 from polarlm.geometry.multihead import PROJECTIONS
 from polarlm.geometry.transport import rotary_tables
@@ -270,6 +271,28 @@ def test_steps_of_every_projection(
     torch.testing.assert_close(gradients((ours,), inputs), gradients((theirs,), inputs), rtol=1e-3, atol=2e-4)
 
 
+@pytest.mark.parametrize(("batch", "tokens", "size"), [(1, 1, 1), (2, 67, 33), (3, 64, 128), (1, 130, 7)])
+def test_a_step_across_the_stream_equals_the_plain_formula(batch: int, tokens: int, size: int) -> None:
+    x, step = (torch.randn(batch, size, tokens).transpose(1, 2).requires_grad_() for _ in range(2))
+    assert takes_rows(x)
+    ours = add_across(x, step)
+    wide_x, wide_step = (t.detach().double().requires_grad_() for t in (x, step))
+    theirs = wide_x + tangential_part(wide_x, wide_step)
+    torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+    actual, expected = gradients((ours,), [x, step]), gradients((theirs.float(),), [wide_x, wide_step])
+    near = 2e-4 if size == 1 else 2e-5  # one channel: nothing of a step is across, and gradients are differences
+    torch.testing.assert_close(actual, tuple(g.float() for g in expected), rtol=near, atol=near)
+    half, other = x.detach().bfloat16(), step.detach().bfloat16()
+    plain = half + tangential_part(half.float(), other.float()).bfloat16()
+    assert torch.equal(add_across(half, other), plain)
+
+
+def test_a_stream_of_zeros_takes_the_whole_step() -> None:
+    x, step = torch.zeros(1, 2, 8, requires_grad=True), torch.randn(1, 2, 8, requires_grad=True)
+    y = add_across(x, step)
+    assert torch.equal(y, step) and all(g.isfinite().all() for g in gradients((y,), [x, step]))
+
+
 def test_a_head_without_a_value_takes_no_part_in_the_evidence() -> None:
     tables = rotary_tables(torch.arange(5), 8)
     v, v_bar, evidence = torch.randn(1, 3, 5, 8), torch.randn(1, 3, 5, 8), torch.randn(1, 3, 5)
@@ -328,6 +351,7 @@ def test_what_is_one_node_can_be_differentiated_twice() -> None:
     makers = sphere_heads, plain_sphere_heads
     pairs = [
         (lambda: rms_norm(x, gain, 1e-6), lambda: F.rms_norm(x, (32,), gain, 1e-6)),
+        (lambda: add_across(x, x.sin() * gain), lambda: x + tangential_part(x, x.sin() * gain)),
         (lambda: feed_forward(x, up, down, "gelu"), lambda: plain_feed_forward(x, up, down, "gelu")),
         (lambda: feed_forward(x, wide, narrow, "swiglu"), lambda: plain_feed_forward(x, wide, narrow, "swiglu")),
         (lambda: torch.cat(rotated_heads(x, wide, (4, 2, 2), *tables), 1), plain_heads),

@@ -40,9 +40,10 @@ def token_by_token(gpt: GPT, tokens: Tensor) -> tuple[Tensor, bool]:
         (ExclusiveAttention, {"rotate_values": True}),
         (RobustFilterAttention, {}),
         (PolarAttention, {}),
-        (PolarAttention, {"projection": "evidence", "radial": "own"}),
+        (PolarAttention, {"projection": "evidence", "radial": "own", "project_stream": "none"}),
+        (ExclusiveAttention, {"project_stream": "both"}),
     ],
-    ids=["standard", "xsa", "rfa", "polar", "polar_paper"],
+    ids=["standard", "xsa", "rfa", "polar", "polar_paper", "both branches across the stream"],
 )
 def test_layers_decode_what_they_compute_at_once(mixer, options: dict, rows: int) -> None:
     gpt = model(mixer, options, ffn="gelu" if rows % 2 else "swiglu")

@@ -41,6 +41,7 @@ class _Layer(ctypes.Structure):
     _fields_ = [
         ("heads", ctypes.POINTER(_Decode)),
         *[(name, ctypes.c_int64) for name in ("rows", "width", "hidden", "gated", "threads")],
+        ("across", ctypes.c_int64 * 2),
         ("outputs", ctypes.c_int64 * 2),
         ("eps", ctypes.c_double),
         ("projections", ctypes.c_void_p * 2),
@@ -60,6 +61,7 @@ class Matrices:
     up: Tensor
     down: Tensor
     gated: bool  # SwiGLU, else GELU
+    across: tuple[bool, bool]  # whether attention and feed-forward add only what is orthogonal to the stream
     eps: float
 
 
@@ -165,7 +167,7 @@ class LayerDecoder:
         numbers = width + sum(outputs) + weights.out.shape[1] + len(weights.up) + hidden
         self._memory = weights.out.new_empty(rows * numbers)
         self._layer = layer = _Layer(rows=rows, width=width, hidden=hidden, gated=weights.gated, eps=weights.eps)
-        layer.outputs[:] = outputs
+        layer.outputs[:], layer.across[:] = outputs, weights.across
         layer.projections[: len(weights.projections)] = [w.data_ptr() for w in weights.projections]
         layer.norms[:] = [w.data_ptr() for w in weights.norms]
         layer.out, layer.up, layer.down = (w.data_ptr() for w in (weights.out, weights.up, weights.down))

@@ -26,6 +26,7 @@ OPERANDS = (
 )  # fmt: skip
 PASSES = (
     "rotate", "sphere", "norm", "swiglu", "swiglu_backward", "gelu", "gelu_backward", "tangent", "tangent_backward",
+    "across", "across_backward",
     "sphere_backward", "turned_sphere_backward", "norm_backward",
 )  # fmt: skip
 # An address and three strides for every operand, and where sums go. Packed at once: filling in a structure of ctypes
@@ -83,7 +84,7 @@ def turned_sphere_backward(
     return d_radius.to(y.dtype)
 
 
-class Step(NamedTuple):
+class TangentStep(NamedTuple):
     """A step across v, `change` of it along v: (x − lost v)·scale + change v, lost by the projection and evidence."""
 
     scale: float
@@ -100,13 +101,13 @@ class Step(NamedTuple):
         _run(name, x, self.scale, self.clamp, None, mode, None, **operands)
 
 
-def tangent(v: Tensor, x: Tensor, step: Step, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+def tangent(v: Tensor, x: Tensor, step: TangentStep, cos: Tensor, sin: Tensor, out: Tensor) -> None:
     """Into `out` (B,H,T,D): the step of estimates x from a token's own values v, turned back."""
     step.run("tangent", v, x, y=out, cos=cos, sin=sin)
 
 
 def tangent_backward(
-    v: Tensor, x: Tensor, step: Step, cos: Tensor, sin: Tensor, d_y: Tensor
+    v: Tensor, x: Tensor, step: TangentStep, cos: Tensor, sin: Tensor, d_y: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Gradients of v, of x, and of the step's evidence and change."""
     d_v, d_x, d_y = torch.empty_like(v), torch.empty_like(x), _side_by_side(d_y)
@@ -116,6 +117,22 @@ def tangent_backward(
         d_evidence=small[0], d_change=small[1],
     )  # fmt: skip
     return d_v, d_x, *(None if y is None else y.squeeze(-1) for y in small)
+
+
+def across(x: Tensor, step: Tensor) -> Tensor:
+    """x (B,T,D) after a step that has lost its part along x."""
+    x, step = _side_by_side(x), _side_by_side(step)
+    y = torch.empty_like(x)
+    _run("across", x, y=y, other=step)
+    return y
+
+
+def across_backward(x: Tensor, step: Tensor, d_y: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the step."""
+    x, step, d_y = _side_by_side(x), _side_by_side(step), _side_by_side(d_y)
+    d_x, d_step = torch.empty_like(x), torch.empty_like(step)
+    _run("across_backward", x, other=step, d_y=d_y, d_x=d_x, d_other=d_step)
+    return d_x, d_step
 
 
 def norm(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -284,7 +284,7 @@ def _correlated(call: RobustCall, dtype: torch.dtype) -> tuple[Tensor, Tensor] |
     return own, other
 
 
-def radial_estimate(call: RobustCall, dtype: torch.dtype) -> Tensor:
+def triton_radial_estimate(call: RobustCall, dtype: torch.dtype) -> Tensor:
     """m̄ (B,T) of a call whose radial weights are its own; `dtype` of the products."""
     assert call.radial is not None and call.magnitude is not None, "RobustCall.check sees to it"
     rows = (*_correlated(call, dtype), call.radial.rows(torch.float32))
@@ -310,5 +310,5 @@ def triton_attention(call: RobustCall) -> AttentionOutput:
         call.decay_values,
         call.kernel != "gaussian" and call.noise.shape(call.kernel).requires_grad,
     )
-    m_bar = radial_estimate(call, same) if call.radial_mode == "own" else None
+    m_bar = triton_radial_estimate(call, same) if call.radial_mode == "own" else None
     return AttentionOutput(v_bar.to(call.v.dtype), log_evidence, m_bar)

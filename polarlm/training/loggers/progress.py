@@ -18,7 +18,7 @@ ORDER = ("tokens", "loss", "lr", "speed", "val", "left")  # as read
 NEEDED = ("left", "loss", "val", "speed", "tokens", "lr")  # the last is the first to go when a line is too short
 
 
-def fitted(parts: dict[str, str], width: int | None) -> str:
+def fitting_parts(parts: dict[str, str], width: int | None) -> str:
     """The parts in their order, without the less needed ones if they would not fit the width."""
     kept = [name for name in NEEDED if name in parts]
     while True:
@@ -80,7 +80,7 @@ class Progress(ProgressBar):
             parts["speed"] = f"{short(last['tokens_per_second'])} tok/s"
         if "val/loss" in last:
             parts["val"] = f"val {last['val/loss']:.3f}"
-        return fitted(parts, width)
+        return fitting_parts(parts, width)
 
     def _bar_text(self, step: int, total: int) -> str:
         # The line is "train ━━━━ 12/1200 " and then the text.

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from polarlm.training.loggers.progress import Progress, bar_width, fitted
+from polarlm.training.loggers.progress import Progress, bar_width, fitting_parts
 from polarlm.training.loggers.short_numbers import clock, short
 
 LAST = {"train/loss": 12.345, "train/lr": 3e-4, "tokens_per_second": 123456.0, "val/loss": 11.987}
@@ -46,9 +46,9 @@ def test_what_is_needed_least_goes_first():
         "val": "val 2",
         "left": "left 9",
     }
-    assert fitted(parts, None) == "1M tokens  loss 1  lr 1  5 tok/s  val 2  left 9"
-    assert fitted(parts, 24) == "loss 1  val 2  left 9"
-    assert fitted(parts, 1) == "left 9"
+    assert fitting_parts(parts, None) == "1M tokens  loss 1  lr 1  5 tok/s  val 2  left 9"
+    assert fitting_parts(parts, 24) == "loss 1  val 2  left 9"
+    assert fitting_parts(parts, 1) == "left 9"
 
 
 def test_times_and_large_numbers_are_short():

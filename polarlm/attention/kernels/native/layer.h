@@ -5,6 +5,7 @@
 struct Layer {
     const Decode* heads;
     int64_t rows, width, hidden, gated, threads;  // gated: SwiGLU, whose `up` holds the gate and then the other half
+    int64_t across[2];                            // whether the heads' and the feed-forward's step goes across the stream
     int64_t outputs[2];                           // of the projections, which write q, k and v side by side
     double eps;
     const void *projections[2], *out, *up, *down, *norms[2];  // matrices (outputs, inputs); gains
@@ -59,7 +60,12 @@ template <class T, class Share> void layer(const Layer& l, Share share) {
     heads.q_row = heads.k_row = heads.v_row = projected;
     share(l.rows, l.rows * c.keys * inner,
           [&](int64_t row) { DecodeRow<T>(heads, row).run(estimates + row * inner); });
-    apply(share, l.out, l.rows, l.width, inner, estimates, inner, x, l.width, true);
+    auto add = [&](const void* matrix, int64_t inputs, const T* from, bool across) {
+        apply(share, matrix, l.rows, l.width, inputs, from, inputs, across ? normed : x, l.width, !across);
+        for (int64_t row = 0; row < l.rows && across; ++row)
+            add_across(x + row * l.width, normed + row * l.width, l.width, x + row * l.width);
+    };
+    add(l.out, inner, estimates, l.across[0]);
     norm(1);
     apply(share, l.up, l.rows, up, l.width, normed, l.width, before, up, false);
     for (int64_t row = 0; row < l.rows; ++row)
@@ -68,5 +74,5 @@ template <class T, class Share> void layer(const Layer& l, Share share) {
             store<T>(after + row * l.hidden + i,
                      l.gated ? g * sigmoid<T>(g) * load(before + row * up + l.hidden + i) : g * normal<T>(g, bell));
         }
-    apply(share, l.down, l.rows, l.width, l.hidden, after, l.hidden, x, l.width, true);
+    add(l.down, l.hidden, after, l.across[1]);
 }

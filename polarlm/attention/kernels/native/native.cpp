@@ -66,6 +66,8 @@ void (*const PASSES[])(const Rows&, Parallel) = {
     every_row<gelu_back_row<REAL>>,
     every_row<tangent_row<REAL>>,
     every_row<tangent_back_row<REAL>>,
+    every_row<across_row<REAL>>,
+    every_row<across_back_row<REAL>>,
     [](const Rows& rows, Parallel p) { summed_rows<double, sphere_back_row<REAL>>(rows, 1, p); },
     [](const Rows& rows, Parallel p) { summed_rows<double, turned_sphere_back_row<REAL>>(rows, 1, p); },
     [](const Rows& rows, Parallel p) { summed_rows<REAL, norm_back_row<REAL>>(rows, rows.channels, p); },

@@ -218,6 +218,32 @@ template <class T> void tangent_back_row(const Rows& r, int64_t b, int64_t first
     }
 }
 
+// y = x + s − a x with a = ⟨x,s⟩/⟨x,x⟩: the stream x after a step s that has lost its part along it. In place, if x is y.
+template <class T> inline void add_across(const T* x, const T* s, int64_t channels, T* y) {
+    T along, square;
+    inner(x, s, channels, along, square);
+    const T kept = 1 - along / Tangent<T>::held(square);
+#pragma GCC ivdep
+    for (int64_t i = 0; i < channels; ++i) y[i] = x[i] * kept + s[i];
+}
+template <class T> void across_row(const Rows& r, int64_t b, int64_t h, int64_t t) {
+    add_across(r.x.row<T>(b, h, t), r.other.row<T>(b, h, t), r.channels, r.y.row<T>(b, h, t));
+}
+
+// With b = ⟨x,∂y⟩/⟨x,x⟩: ds = ∂y − b x, dx = (1 − a) ∂y − b s + 2ab x.
+template <class T> void across_back_row(const Rows& r, int64_t b, int64_t h, int64_t t) {
+    const T *x = r.x.row<T>(b, h, t), *s = r.other.row<T>(b, h, t), *d_y = r.d_y.row<T>(b, h, t);
+    T *d_x = r.d_x.row<T>(b, h, t), *d_s = r.d_other.row<T>(b, h, t), by_step, by_y, square;
+    inner(x, s, r.channels, by_step, square);
+    inner(x, d_y, r.channels, by_y, square);
+    const T lost = by_step / Tangent<T>::held(square), back = by_y / Tangent<T>::held(square);
+#pragma GCC ivdep
+    for (int64_t i = 0; i < r.channels; ++i) {
+        d_x[i] = (1 - lost) * d_y[i] - back * (s[i] - 2 * lost * x[i]);
+        d_s[i] = d_y[i] - back * x[i];
+    }
+}
+
 // y = x·gain/rms; returns rms.
 template <class T> inline T normed_row(const T* x, const T* gain, int64_t channels, T eps, T* y) {
     const T rms = to_sphere(x, channels, T(1), eps, y);
