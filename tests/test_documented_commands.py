@@ -28,12 +28,12 @@ def commands(page: str) -> Iterator[str]:
     yield from (re.sub(r"\s+", " ", quoted) for quoted in re.findall(r"`([^`]+)`", prose))
 
 
-def found() -> list[tuple[str, str]]:
+def printed_commands() -> list[tuple[str, str]]:
     seen = dict.fromkeys((page, command) for page in PAGES for command in commands(page) if START.match(command))
     return [(page, c) for page, c in seen if not any(word in c for word in MADE_BY_THE_READER)]
 
 
-COMMANDS = found()
+COMMANDS = printed_commands()
 
 
 def test_pages_print_commands():

@@ -304,7 +304,8 @@ class _Across(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             return _again(lambda x, step: x + tangential_part(x, step), ctx.saved_tensors, gradients)
-        return across_backward(*ctx.saved_tensors, gradients[0])
+        x, step = ctx.saved_tensors
+        return across_backward(x, step, gradients[0])
 
 
 def _linear_backward(x: Tensor, weight: Tensor, d_y: Tensor, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
@@ -317,7 +318,9 @@ def _again(
     plain: Callable[..., Any], inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...]
 ) -> tuple[Tensor | None, ...]:
     """Gradients by the plain formula, for somebody who wants to differentiate them again."""
-    inputs = tuple(x.view_as(x) for x in inputs)  # one may have been made from another: that is not this node's business
+    inputs = tuple(
+        x.view_as(x) for x in inputs
+    )  # one may have been made from another: that is not this node's business
     asked = [x for x in inputs if x.requires_grad]
     given = iter(torch.autograd.grad(plain(*inputs), asked, gradients, create_graph=True))
     return tuple(next(given) if x.requires_grad else None for x in inputs)

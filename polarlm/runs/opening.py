@@ -133,7 +133,8 @@ def check_continuation(folder: Path, corpus: Corpus) -> None:
                 f"{now[what]}); restore the data, or start a new run with another name=…"
             )
     before, here = read_json(folder / "environment.json") or {}, environment()
-    versions = before.get("versions") if isinstance(before.get("versions"), dict) else {}
+    versions: Any = before.get("versions")
+    versions = versions if isinstance(versions, dict) else {}
     changed = [
         f"{name} {old} → {new}"
         for name, old, new in (

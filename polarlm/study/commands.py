@@ -129,8 +129,8 @@ def print_state(study: Any, complete: bool, summaries: Path) -> None:
     failed = f", {len(study.failed)} failed (logs: {study.runs_dir}/.study/logs)" if study.failed else ""
     state = "The plan is carried out" if complete else f"{len(waiting)} jobs are left{failed}; the same command goes on"
     # results.md is written from docs/study; the rows of a first look stay with its runs.
-    told = summaries == Path("docs") / "study"
-    use = "; python -m polarlm study results writes docs/results.md from them" if told else ""
+    for_results = summaries == Path("docs") / "study"
+    use = "; python -m polarlm study results writes docs/results.md from them" if for_results else ""
     print(f"{state}. Rows: {summaries}/*.json{use}.")
 
 

@@ -143,11 +143,11 @@ def _usual(groups: Sequence[tuple[dict[str, Any], Sequence[Run]]], said: set[str
 def usual_settings(groups: Sequence[Group]) -> dict[str, dict[str, Any]]:
     """block → the settings that its labels leave unsaid because most of its groups have them."""
     said = _distinguishing([(g.block, g.varied) for g in groups])
-    found = {
+    unsaid = {
         block: _usual([(g.varied, g.runs) for g in groups if g.block == block], said)
         for block in dict.fromkeys(g.block for g in groups)
     }
-    return {block: usual for block, usual in found.items() if usual}
+    return {block: usual for block, usual in unsaid.items() if usual}
 
 
 def settings_apart(a: Group, b: Group) -> int:

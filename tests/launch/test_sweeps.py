@@ -107,8 +107,8 @@ def test_status_tells_killed_running_and_refused_jobs_apart(tmp_path, base, caps
             json.dumps({"pid": pid, "host": socket.gethostname(), "since": "now"})
         )
     assert show_status(argparse.Namespace(group="pair", runs=str(tmp_path))) == 1
-    told = capsys.readouterr().out
-    assert "1 killed, 1 running, 1 refused" in told and "seed=-1 is no" in told
+    output = capsys.readouterr().out
+    assert "1 killed, 1 running, 1 refused" in output and "seed=-1 is no" in output
 
 
 def test_only_varying_keys_are_shown():

@@ -37,13 +37,13 @@ def test_long_lines_are_broken_between_words_on_a_terminal_only(monkeypatch):
 def test_numbers_at_several_lengths_stand_beside_their_length():
     from polarlm.launch.evaluate import table_of
 
-    found = {
+    results = {
         "factor": [1, 2],
         "context": [32, 64],
         "metrics": [{"loss": 1.5}, {"loss": 2.5}],
         "by_position": [[1], [2]],
     }
-    head, *rows = (line.split() for line in table_of(found, "by_length"))
+    head, *rows = (line.split() for line in table_of(results, "by_length"))
     assert head == ["factor", "context", "loss"]
     assert rows == [["1", "32", "1.5000"], ["2", "64", "2.5000"]]
 

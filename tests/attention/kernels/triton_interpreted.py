@@ -52,8 +52,8 @@ def radial(case, estimate, **options):
     m_bar = estimate(case.call(kernel="student", radial_mode="own", **options))
     leaves = {name: leaf for name, leaf in case.leaves().items() if not name.startswith("noise.")}
     upstream = torch.cos(torch.arange(m_bar.numel(), dtype=m_bar.dtype)).view_as(m_bar)
-    found = torch.autograd.grad(m_bar, list(leaves.values()), upstream, allow_unused=True)
-    named = {name: torch.zeros_like(leaf) if g is None else g for (name, leaf), g in zip(leaves.items(), found)}
+    results = torch.autograd.grad(m_bar, list(leaves.values()), upstream, allow_unused=True)
+    named = {name: torch.zeros_like(leaf) if g is None else g for (name, leaf), g in zip(leaves.items(), results)}
     return named | {"m_bar": m_bar.detach()}
 
 
