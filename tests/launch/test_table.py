@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from polarlm.launch.table import spaced, undertrained
+from polarlm.launch.table import spaced, undertrained_note
 from polarlm.visible import fitted
 
 
@@ -17,8 +17,8 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize(("loss", "warned"), [(5.0, True), (4.0, False)])
 def test_a_model_that_loses_to_pairs_of_tokens_is_called_undertrained(loss, warned):
-    assert bool(undertrained({"val/loss": loss, "baselines": {"bigram": {"loss": 4.5}}})) is warned
-    assert undertrained({"val/loss": loss}) == []  # nothing to compare with
+    assert bool(undertrained_note({"val/loss": loss, "baselines": {"bigram": {"loss": 4.5}}})) is warned
+    assert undertrained_note({"val/loss": loss}) == []  # nothing to compare with
 
 
 def test_a_unit_stands_apart_from_its_number():
