@@ -51,6 +51,9 @@ def _unused_seem_absent() -> Iterator[None]:
     import lightning_utilities.core.imports
 
     known: Any = lightning_utilities.core.imports
+    if not hasattr(known, "package_available") or not hasattr(known.RequirementCache, "_check_requirement"):
+        yield  # another version asks in another way: everything is imported, as without us
+        return
     available, check = known.package_available, known.RequirementCache._check_requirement
 
     def package_available(name: str) -> bool:

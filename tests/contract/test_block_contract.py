@@ -130,7 +130,9 @@ def test_captured_graph_equals_eager(build):
         model.zero_grad()
         loss(text, targets).backward()
         gradients.append([p.grad.clone() for p in model.parameters()])
-    torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-4)
+    for eager, captured in zip(*gradients, strict=True):
+        # An entry is a sum of terms as large as the largest ones, and is rounded as they are.
+        torch.testing.assert_close(captured, eager, atol=max(1e-6, 1e-5 * float(eager.abs().max())), rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -177,12 +179,13 @@ def test_cost_is_positive_and_grows_with_context(build):
 
 
 # Beside matrix products, per pair and head: what filtering blocks count for logits (16; the literal algorithm half),
-# once per reweighting, once more for the gate of G.1, 5 for a widened variance; a radial channel has 16 for all heads.
+# once per reweighting, once more for the gate of G.1, 5 for a widened variance; a radial channel has 16 for all heads
+# and one addition per head, and the reference forms its correlation `qk` by a product (16) that no fast kernel needs.
 BESIDE_PRODUCTS = {
     "polar_irls": 48,
     "polar_consensus": 32,
     "polar_uncertainty": 21,
-    "polar_paper": 20,
+    "polar_paper": 16 + 4 + 1 - 16,
     "polar_literal": 8,
 }
 

@@ -20,7 +20,10 @@ def forward(model, tokens):
     z, layers = weight(model.embedding)[tokens], []
     for block in model.blocks:
         seen = attend(block.mixer, normalised(block.mixer_norm, z), model.config.rope_base)
-        mid = z + joined(seen.update + seen.radial_update) @ weight(block.mixer.out).T
+        step = joined(seen.update + seen.radial_update) @ weight(block.mixer.out).T
+        if block.mixer.project_stream == "attention":
+            step = step - z * (z * step).sum(-1, keepdims=True) / (z**2).sum(-1, keepdims=True)
+        mid = z + step
         out = mid + swiglu(block.feed_forward, normalised(block.ffn_norm, mid))
         seen.z, seen.mid, seen.out = z, mid, out
         layers.append(seen)

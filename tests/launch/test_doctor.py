@@ -32,7 +32,7 @@ def test_a_wrong_backend_and_a_raising_check_fail_the_whole(monkeypatch: pytest.
 
     monkeypatch.setitem(kernels.BACKENDS, "native", native._replace(run=wrong))
     monkeypatch.setattr(doctor, "disk", broken)
-    for slow in ("compiler", "precisions", "versions"):
+    for slow in ("compiler", "precisions", "installed_versions"):
         monkeypatch.setattr(doctor, slow, lambda: iter(()))
     assert doctor.doctor(argparse.Namespace(offline=True)) == 1
     said = capsys.readouterr().out

@@ -102,10 +102,10 @@ def test_one_command_makes_all_seeds_again():
 
 def test_jumps_of_the_loss_are_counted_over_the_seeds_where_every_row_knows_them():
     made = summary()
-    assert "jumps" not in results.table(question(), "letters", judge_part(question(), "letters", made))
+    assert "jumps" not in results.variants_table(question(), "letters", judge_part(question(), "letters", made))
     for number, known in enumerate(made.rows):
         known["incidents"] = number  # standard: 0, 2, 4; polar: 1, 3, 5
-    head, _, standard, polar = results.table(
+    head, _, standard, polar = results.variants_table(
         question(), "letters", judge_part(question(), "letters", made)
     ).splitlines()
     assert head.endswith("| jumps |") and standard.endswith("| 6 |") and polar.endswith("| 9 |")

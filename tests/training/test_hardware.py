@@ -78,7 +78,7 @@ def test_a_busy_machine_is_not_taken_for_a_slow_one() -> None:
     import threading
     import time
 
-    quiet, over = machine.measure(), threading.Event()
+    quiet, over = machine.measure_products(), threading.Event()
 
     def disturb() -> None:
         while not over.is_set():
@@ -89,7 +89,7 @@ def test_a_busy_machine_is_not_taken_for_a_slow_one() -> None:
         other.start()
     try:
         began = time.perf_counter()
-        busy = machine.measure()
+        busy = machine.measure_products()
         waited = time.perf_counter() - began
     finally:
         over.set()

@@ -119,9 +119,7 @@ def test_a_group_without_a_finished_run_is_not_compared(tmp_path):
     row = judgement.rows[1]
     assert row.outcome == "not compared"
     assert "polar has no finished run yet" in row.sentence
-    from polarlm.report.tables import final_table
-
-    seeds, loss = final_table(judgement).rows[1][1:3]
+    seeds, loss = results_table(judgement).rows[1][1:3]
     assert seeds == "0 of 1" and (loss.endswith("so far") or loss == "—")  # no final loss is claimed
 
 

@@ -58,7 +58,7 @@ def radial(case, estimate, **options):
 
 
 def assert_same_radial(case, tolerance, against=None, **options):
-    actual = radial(case, lambda call: triton_backend.radial_estimate(call, case.q.dtype), **options)
+    actual = radial(case, lambda call: triton_backend.triton_radial_estimate(call, case.q.dtype), **options)
     for name, truth in radial(against or case, reference.radial_estimate, **options).items():
         error, scale = (actual[name].double() - truth.double()).abs().max(), truth.double().abs().max()
         assert error <= tolerance * max(scale, 1e-3), f"{name}: error {error:.3g} at scale {scale:.3g}"
