@@ -18,7 +18,6 @@ from polarlm.locations import CONFIGS
 from polarlm.model import GPT, GPTConfig
 from polarlm.training.loggers.throughput import measured_peak
 
-PAPER = {"projection": "evidence", "radial": "own"}  # what block=polar_paper changes that costs time
 # Name in the table -> (yaml of configs/block, what differs from it).
 BLOCKS: dict[str, tuple[str, dict]] = {
     "standard": ("standard", {}),
@@ -26,8 +25,8 @@ BLOCKS: dict[str, tuple[str, dict]] = {
     "rfa": ("rfa", {}),
     "polar": ("polar", {}),
     "polar, evidence": ("polar", {"projection": "evidence"}),
-    "polar_paper, qk": ("polar", PAPER | {"radial_correlation": "qk"}),
-    "polar_paper": ("polar", PAPER),
+    "polar_paper": ("polar_paper", {}),
+    "polar_paper, vv": ("polar_paper", {"radial_correlation": "vv"}),
 }
 # Appendix G and E, and the neighbours: what `extensions` compares with polar.
 EXTENSIONS: dict[str, tuple[str, dict]] = {
