@@ -318,9 +318,8 @@ def _again(
     plain: Callable[..., Any], inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...]
 ) -> tuple[Tensor | None, ...]:
     """Gradients by the plain formula, for somebody who wants to differentiate them again."""
-    inputs = tuple(
-        x.view_as(x) for x in inputs
-    )  # one may have been made from another: that is not this node's business
+    # One may have been made from another: how is not this node's business.
+    inputs = tuple(x.view_as(x) for x in inputs)
     asked = [x for x in inputs if x.requires_grad]
     given = iter(torch.autograd.grad(plain(*inputs), asked, gradients, create_graph=True))
     return tuple(next(given) if x.requires_grad else None for x in inputs)
