@@ -6,7 +6,11 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from polarlm.errors import UserError
+
 PIECE_CHARS = 1 << 20
+# Characters of a line or document that is held in memory whole; a file that is one document has no such limit.
+LARGEST_DOCUMENT = 1 << 30
 # A byte-level BPE never merges across (letter, space), whatever its pre-tokeniser's expression: encoding the two sides
 # apart gives the ids of the whole.
 _SAFE = re.compile(r"[A-Za-z](?= )")
@@ -48,25 +52,38 @@ def pieces_of(blocks: Iterable[str], limit: int = PIECE_CHARS) -> Iterator[Piece
     yield Piece(waiting, first=first, last=True)
 
 
-def documents_by_separator(blocks: Iterable[str], separator: str) -> Iterator[str]:
+def require_short(length: int, where: str, what_to_do: str) -> None:
+    """Refuse a line or document that is too long to be held in memory whole."""
+    if length >= LARGEST_DOCUMENT:
+        raise UserError(
+            f"{where} has {length:,} characters or more; allowed are fewer than {LARGEST_DOCUMENT:,}, because it is "
+            f"held in memory. {what_to_do}"
+        )
+
+
+def documents_by_separator(blocks: Iterable[str], separator: str, where: str = "a document") -> Iterator[str]:
     """Documents between occurrences of a literal separator, which belongs to none of them."""
     waiting = ""
     for block in blocks:
         *complete, waiting = (waiting + block).split(separator)
         for text in complete:
             yield text.strip("\n")
+        require_short(len(waiting), where, "Check data.document_separator, or leave it out.")
     if waiting.strip():
         yield waiting.strip("\n")
 
 
-def documents_by_heading(rows: Iterable[str], heading: str) -> Iterator[str]:
+def documents_by_heading(rows: Iterable[str], heading: str, where: str = "a document") -> Iterator[str]:
     """Rows joined into documents, a new one beginning at every row that matches the regular expression `heading`."""
     starts = re.compile(heading)
     current: list[str] = []
+    length = 0
     for row in rows:
         if current and starts.match(row):
             yield "".join(current)
-            current = []
+            current, length = [], 0
         current.append(row)
+        length += len(row)
+        require_short(length, where, "Check data.document_start, or leave it out.")
     if current:
         yield "".join(current)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import hashlib
 import io
+import itertools
 import json
 import os
 import re
@@ -16,9 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from polarlm.data.atomic import file_sha256
+from polarlm.data.atomic import explained, file_sha256
 from polarlm.data.config import DataConfig
-from polarlm.data.read.documents import Piece, documents_by_heading, documents_by_separator, pieces_of
+from polarlm.data.expansion import Expanded, allowed_bytes, allowed_in_memory, require_allowed
+from polarlm.data.read.documents import (
+    LARGEST_DOCUMENT,
+    Piece,
+    documents_by_heading,
+    documents_by_separator,
+    pieces_of,
+    require_short,
+)
 from polarlm.errors import UserError
 
 COMPRESSED = (".gz", ".xz", ".zst", ".zip")
@@ -27,6 +37,10 @@ _SPLIT_NAMES = {"train": "train|training", "val": "valid|validation|val|dev", "t
 _BLOCK = 1 << 20
 # Up to here a file is identified by its content, above by size, time and both ends: hashing 100 GB takes minutes.
 _HASH_WHOLE = 64 << 20
+_TOO_FAR = (
+    "If you trust it, unpack it and give the result as data.path (a table: write it without compression), or set "
+    "data.max_bytes to at least that size."
+)
 
 
 def find_files(path: str) -> list[Path]:
@@ -96,14 +110,14 @@ class FileUnit:
 
     def pieces(self) -> Iterator[Piece]:
         """Every document of the file, in order, as bounded pieces."""
-        kind = _shape(self.path)[0]
+        kind, heading, where = _shape(self.path)[0], self.config.document_start, f"A document in {self.path}"
         if kind in ROWS or kind in TABLES:
             rows = self._json_rows() if kind in ROWS else self._table_rows(kind)
-            documents = documents_by_heading(rows, self.config.document_start) if self.config.document_start else rows
+            documents = documents_by_heading(rows, heading, where) if heading else rows
         elif self.config.document_separator:
-            documents = documents_by_separator(self._blocks(), self.config.document_separator)
-        elif self.config.document_start:
-            documents = documents_by_heading(self._lines(), self.config.document_start)
+            documents = documents_by_separator(self._blocks(), self.config.document_separator, where)
+        elif heading:
+            documents = documents_by_heading(self._lines(), heading, where)
         else:
             yield from pieces_of(self._blocks())
             return
@@ -114,11 +128,18 @@ class FileUnit:
     def _open(self) -> Iterator[IO[bytes]]:
         try:
             with contextlib.ExitStack() as stack:
-                yield self._unpacked(stack, _shape(self.path)[1])
+                packed = _shape(self.path)[1]
+                file = self._unpacked(stack, packed)
+                if packed:
+                    file = io.BufferedReader(Expanded(file, self.path, self._allowed(), _TOO_FAR), _BLOCK)
+                yield file
         except (UserError, UnicodeDecodeError):
             raise
         except _unreadable() as error:
             raise UserError(f"{self.path} cannot be read to its end ({error}); is the file complete?") from None
+
+    def _allowed(self) -> int:
+        return allowed_bytes(self.path, self.config.max_bytes)
 
     def _unpacked(self, stack: contextlib.ExitStack, packed: str) -> IO[bytes]:
         file: Any
@@ -139,9 +160,10 @@ class FileUnit:
             import zipfile
 
             archive = stack.enter_context(zipfile.ZipFile(self.path))
-            members = [m for m in archive.namelist() if not m.endswith("/")]
+            members = [m for m in archive.infolist() if not m.is_dir()]
             if len(members) != 1:
                 raise UserError(f"{self.path} holds {len(members)} files; unpack it and give the folder as data.path.")
+            require_allowed(self.path, members[0].file_size, self._allowed(), _TOO_FAR)
             file = archive.open(members[0])
         else:
             file = open(self.path, "rb")  # noqa: SIM115
@@ -175,7 +197,12 @@ class FileUnit:
 
     def _lines(self) -> Iterator[str]:
         with self._text() as text:
-            yield from text
+            for number in itertools.count(1):
+                line = text.readline(LARGEST_DOCUMENT)
+                require_short(len(line), f"{self.path} line {number}", "Divide it into shorter lines.")
+                if not line:
+                    return
+                yield line
 
     def _json_rows(self) -> Iterator[str]:
         for number, line in enumerate(self._lines(), 1):
@@ -200,11 +227,20 @@ class FileUnit:
             if _shape(self.path)[1]:
                 # Tables are read by jumping about: a compressed one is unpacked to a temporary file first.
                 spool = stack.enter_context(tempfile.TemporaryFile())
-                shutil.copyfileobj(file, spool, _BLOCK)
+                with explained(Path(tempfile.gettempdir()) / self.path.name):
+                    shutil.copyfileobj(file, spool, _BLOCK)
                 spool.seek(0)
                 file = spool
-            for number, value in enumerate(column_values(file, kind, self.path, self.config.column)):
-                yield checked_text(value, f"{self.path} row {number}", self.config)
+            # A batch of a .arrow file is unpacked at once, a row group of a .parquet file page by page.
+            limit = allowed_in_memory if kind == ".arrow" else allowed_bytes
+            refuse = functools.partial(require_allowed, self.path, what_to_do=_TOO_FAR)
+            require = functools.partial(refuse, allowed=limit(self.path, self.config.max_bytes))
+            allowed, size = self._allowed(), 0
+            for number, value in enumerate(column_values(file, kind, self.path, self.config.column, require)):
+                text = checked_text(value, f"{self.path} row {number}", self.config)
+                size += len(text)
+                refuse(size, allowed=allowed)
+                yield text
 
 
 def _unreadable() -> tuple[type[Exception], ...]:
