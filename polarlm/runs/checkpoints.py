@@ -21,7 +21,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from safetensors import SafetensorError
 
-from polarlm.data.atomic import explained, flush_folder
+from polarlm.data.atomic import explained, flush_folder, megabytes
 from polarlm.errors import UserError
 from polarlm.runs import shards
 from polarlm.runs.shards import Shards
@@ -90,6 +90,7 @@ def _write(checkpoint: dict[str, Any], file: IO[bytes]) -> None:
 
 def load_checkpoint(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> dict[str, Any]:
     """Read a .ckpt safely, or say in one sentence why it can't be read."""
+    require_uncompressed(path)
     try:
         return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
     except FileNotFoundError:
@@ -142,8 +143,23 @@ def trained(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return {key: checkpoint[key] for key in shards.PARTS if key in checkpoint}
 
 
+def require_uncompressed(path: Path) -> None:
+    """Refuse records that are larger than their file: torch compresses none, but would unpack them into memory."""
+    try:
+        with zipfile.ZipFile(path) as records:
+            size = sum(record.file_size for record in records.infolist())
+    except (zipfile.BadZipFile, OSError, NotImplementedError, ValueError):
+        return  # no such file, or none of torch's: who reads it says so
+    if size > path.stat().st_size:
+        raise DamagedCheckpoint(
+            f"{path} has {megabytes(path.stat().st_size)} and would expand to {megabytes(size)}; checkpoints are not "
+            "compressed, so it is not one of ours"
+        )
+
+
 def verify_checksums(path: Path) -> None:
     """Compare every record of the file with the checksum that was written with it."""
+    require_uncompressed(path)
     try:
         with zipfile.ZipFile(path) as records:
             wrong = records.testzip()

@@ -9,12 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from polarlm.data.atomic import explained, replacing
+from polarlm.data.expansion import allowed_in_memory, require_allowed
+from polarlm.errors import UserError
 from polarlm.runs.files import read_json, write_json
 
 FOLDER = "evaluations"
@@ -52,5 +56,12 @@ def read_arrays(folder: Path, record: dict[str, Any]) -> dict[str, np.ndarray]:
     """The arrays of a record, without unpickling anything; empty when it has none."""
     if "arrays" not in record:
         return {}
-    with np.load(folder / FOLDER / Path(record["arrays"]).name, allow_pickle=False) as arrays:
-        return {name: arrays[name] for name in arrays.files}
+    path = folder / FOLDER / Path(record["arrays"]).name
+    what_to_do = f"Delete it and {path.with_suffix('.json').name}, and judge the run again."
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            size = sum(member.file_size for member in arrays.zip.infolist())
+            require_allowed(path, size, allowed_in_memory(path), what_to_do)
+            return {name: arrays[name] for name in arrays.files}
+    except (zipfile.BadZipFile, zlib.error, EOFError, MemoryError, NotImplementedError) as error:
+        raise UserError(f"{path} is damaged ({error}). {what_to_do}") from None

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from polarlm.data.expansion import ExpandsTooFar
 from polarlm.runs.evaluations import read_arrays, read_evaluations
 from polarlm.runs.reading import Run
 from polarlm.verdict.documents import compare_documents, compare_seeds_and_documents
@@ -55,5 +56,7 @@ def _losses(run: Run) -> dict[str, dict[str, Any]]:
             if {"nats", "bytes"} <= set(arrays):
                 losses[str([record["protocol"].get(key) for key in QUESTION])] = arrays
         return losses
+    except ExpandsTooFar:
+        raise
     except (OSError, ValueError, KeyError, TypeError):
         return {}  # damaged or half-written records say nothing

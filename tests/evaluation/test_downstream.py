@@ -1,6 +1,7 @@
 """Minimal pairs, last words and rolling texts: against direct computation, and against lm-evaluation-harness."""
 
 import json
+import lzma
 import math
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from polarlm.data import expansion
 from polarlm.data.tokenizers.tokenizer import ByteTokenizer
 from polarlm.errors import UserError
 from polarlm.evaluation.downstream import files
@@ -93,6 +95,15 @@ def test_local_files_are_found_or_named(monkeypatch, tmp_path):
         task_file("nothing.jsonl")
     (tmp_path / "some.jsonl").write_text("".join(json.dumps({"n": n}) + "\n" for n in range(10)))
     assert [row["n"] for row in read_rows(task_file("some.jsonl"), 5)] == [0, 2, 4, 6, 8]
+
+
+def test_a_packed_file_of_a_task_does_not_expand_without_end(monkeypatch, tmp_path):
+    path = tmp_path / "task.jsonl.xz"
+    path.write_bytes(lzma.compress(b'{"n": 1}\n' * 200_000))
+    assert len(read_rows(path)) == 200_000  # 1.8 MB in a few hundred bytes
+    monkeypatch.setattr(expansion, "ALWAYS_ALLOWED", 1 << 20)
+    with pytest.raises(UserError, match=r"task\.jsonl\.xz has .* expands to at least 1\.0 MB"):
+        read_rows(path)
 
 
 @pytest.mark.slow

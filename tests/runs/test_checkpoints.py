@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import random
+import zipfile
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from polarlm.runs.checkpoints import (
     load_verified,
     newest_usable,
     step_file,
+    verify_checksums,
 )
 
 
@@ -40,6 +42,19 @@ def test_a_checkpoint_that_carries_code_is_refused_and_not_executed(tmp_path):
     with pytest.raises(UserError):
         load_verified(path)
     assert not (tmp_path / "executed").exists()
+
+
+def test_a_checkpoint_whose_records_are_compressed_is_refused_before_they_are_unpacked(tmp_path):
+    path, packed = tmp_path / "plain.ckpt", tmp_path / "packed.ckpt"
+    torch.save({"x": torch.zeros(1 << 20)}, path)
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
+        for record in source.infolist():
+            target.writestr(record.filename, source.read(record))
+    assert packed.stat().st_size < 1 << 16 and torch.load(packed, weights_only=True)["x"].numel() == 1 << 20
+    for load in (load_checkpoint, load_verified, verify_checksums):
+        load(path)
+        with pytest.raises(DamagedCheckpoint, match=r"packed\.ckpt .* would expand to 4\.2 MB"):
+            load(packed)
 
 
 def test_saving_replaces_in_one_step_and_a_failed_save_leaves_the_old_file(tmp_path):

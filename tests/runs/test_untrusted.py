@@ -1,13 +1,18 @@
 """A run folder from a stranger: refused in one sentence, nothing executed, nothing resolved, nothing endless."""
 
+import io
 import json
 import os
 import sys
+import zipfile
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import yaml
 
 from polarlm.cli import main
+from polarlm.data import expansion
 from polarlm.errors import UserError
 from polarlm.model.build import build_model
 from polarlm.runs.evaluations import read_arrays, read_evaluations, write_evaluation
@@ -18,6 +23,7 @@ from polarlm.runs.reading import read_run
 from polarlm.runs.restore import restore_run
 from polarlm.runs.settings_of import is_choice
 from polarlm.runs.sweeps import known_runs
+from polarlm.verdict.per_document import _losses
 from tests.runs.made_up_run import made_up_run
 
 MODEL = dict(context=16, d_model=16, n_layer=1, n_head=2)
@@ -183,6 +189,33 @@ def test_the_name_of_a_corpus_or_choice_does_not_lead_elsewhere(tmp_path):
     with pytest.raises(FileNotFoundError, match="evaluations"):
         read_arrays(tmp_path / "run", {"arrays": "../../other.npz"})
     assert is_choice("block", "polar") and not is_choice("block", "../block/polar")
+
+
+def _npz(path, shape, content):
+    """An .npz of one array whose header claims a shape."""
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<f8", "fortran_order": False, "shape": shape})
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("nats.npy", header.getvalue() + content)
+
+
+def test_arrays_that_expand_without_end_are_refused(tmp_path, monkeypatch):
+    record = {"protocol": {"name": "documents", "data": "text", "split": "val"}}
+    write_evaluation(tmp_path, record, {"nats": np.zeros(1 << 18), "bytes": np.ones(1 << 18)})
+    (record,) = read_evaluations(tmp_path)
+    path = tmp_path / "evaluations" / record["arrays"]
+    assert len(read_arrays(tmp_path, record)["nats"]) == 1 << 18  # 4 MB in a few kilobytes
+    monkeypatch.setattr(expansion, "ALWAYS_ALLOWED", 1 << 20)
+    with pytest.raises(UserError, match=rf"{path.name} has .* MB and expands to at least 4\.2 MB.*judge the run again"):
+        read_arrays(tmp_path, record)
+    with pytest.raises(UserError, match=path.name):  # also told by compare, where damaged records say nothing
+        _losses(SimpleNamespace(folder=tmp_path))
+    _npz(path, (10**13,), bytes(100))
+    with pytest.raises(UserError, match=rf"{path.name} is damaged.*allocate"):
+        read_arrays(tmp_path, record)
+    path.write_bytes(b"PK\3\4 but nothing else")
+    with pytest.raises(UserError, match=rf"{path.name} is damaged.*judge the run again"):
+        read_arrays(tmp_path, record)
 
 
 def test_unfinished_files_are_not_removed_through_a_link(tmp_path):

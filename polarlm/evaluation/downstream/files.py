@@ -7,6 +7,7 @@ import lzma
 from pathlib import Path
 from typing import Any
 
+from polarlm.data.expansion import allowed_in_memory, require_allowed
 from polarlm.data.read.locate import local_copy
 from polarlm.errors import UserError
 
@@ -21,9 +22,17 @@ def task_file(name: str) -> Path:
     return copy
 
 
+def _unpacked(path: Path) -> bytes:
+    allowed = allowed_in_memory(path)
+    with lzma.open(path, "rb") as file:
+        raw = file.read(allowed + 1)
+    require_allowed(path, len(raw), allowed, "Get the file from its source again.")
+    return raw
+
+
 def read_rows(path: Path, limit: int | None = None) -> list[dict[str, Any]]:
     """The objects of a .jsonl file (also .xz), at most `limit` of them, spread evenly over the file."""
-    raw = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
+    raw = _unpacked(path) if path.suffix == ".xz" else path.read_bytes()
     lines = [line for line in raw.decode().split("\n") if line.strip()]
     if limit is not None and limit < len(lines):
         lines = [lines[number * len(lines) // limit] for number in range(limit)]
