@@ -19,23 +19,26 @@ def headline(judgement: Judgement) -> str:
             return "Nothing to compare with"
         best = judged[0].estimates[judgement.metric]
         return f"{judged[0].group.label}: {best.mean:.4g} {judgement.measure.title}"
-    baselines = {row.comparison.baseline for row in compared if row.comparison}
-    against = next(iter(baselines)) if len(baselines) == 1 else "their baselines"
     what = judgement.measure.title
     lower, higher = ("lower", "higher") if judgement.measure.lower_is_better else ("higher", "lower")
     parts = []
-    for outcome, words in ((BETTER, f"{lower} {what} than {against}"), (WORSE, f"{higher} {what} than {against}")):
+    for outcome, words in ((BETTER, f"{lower} {what} than"), (WORSE, f"{higher} {what} than")):
         rows = [row for row in compared if row.outcome == outcome]
         if rows:
-            parts.append(f"{_labels(rows)}: {words}{_weakest(rows) if outcome == BETTER else ''}")
+            parts.append(f"{_labels(rows)}: {words} {_baseline(rows)}{_weakest(rows) if outcome == BETTER else ''}")
     same = [row for row in compared if row.outcome == EQUIVALENT]
     if same and judgement.margin:
-        parts.append(f"{_labels(same)}: within {judgement.margin:.3g} {judgement.unit} of {against}")
+        parts.append(f"{_labels(same)}: within {judgement.margin:.3g} {judgement.unit} of {_baseline(same)}")
     open_ = [row for row in compared if row.outcome == NOT_SHOWN]
     if open_:
-        between = f"between {_labels(open_)} and {against}" if len(open_) == len(compared) else f"for {_labels(open_)}"
-        parts.append(f"{NOT_SHOWN if parts else NOT_SHOWN.capitalize()} {between}")
+        # Not "between A and B and C": who is compared with whom has to be clear.
+        parts.append(f"{_labels(open_)}: {NOT_SHOWN} against {_baseline(open_)}")
     return "; ".join(parts)
+
+
+def _baseline(rows: Sequence[Judged]) -> str:
+    baselines = {row.comparison.baseline for row in rows if row.comparison}
+    return baselines.pop() if len(baselines) == 1 else "their baselines"
 
 
 def _weakest(rows: Sequence[Judged]) -> str:

@@ -41,7 +41,7 @@ def test_one_seed_gives_no_verdict(tmp_path):
     judgement = judge_groups(groups_of(write_sweep(tmp_path, seeds=(1,), diagnostics=False)))
     assert all(row.outcome in ("baseline", "no difference shown") for row in judgement.rows)
     assert any("no interval exists" in note for note in judgement.notes)
-    assert "No difference shown" in headline(judgement)
+    assert headline(judgement) == "rfa and polar: no difference shown against standard"
 
 
 def test_one_run_alone_is_reported_without_a_comparison(tmp_path):
@@ -57,10 +57,14 @@ def test_each_setting_is_compared_with_the_baseline_of_the_same_setting(tmp_path
         for lr in (1e-3, 3e-3)
         for seed in (1, 2)
     ]
-    rows = {row.group.label: row for row in judge_groups(groups_of(folders)).rows}
+    judgement = judge_groups(groups_of(folders))
+    rows = {row.group.label: row for row in judgement.rows}
     assert rows["polar · lr=0.001"].comparison.baseline == "standard · lr=0.001"
     assert rows["polar · lr=0.003"].comparison.baseline == "standard · lr=0.003"
     assert rows["standard · lr=0.003"].outcome == "baseline"
+    assert headline(judgement).startswith(
+        "polar · lr=0.001 and polar · lr=0.003: lower bits per byte than their baselines"
+    )
 
 
 def test_variants_of_one_block_are_compared_with_its_first_or_with_a_chosen_one(tmp_path):
