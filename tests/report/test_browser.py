@@ -105,6 +105,16 @@ def test_every_metric_of_the_table_has_its_validation_curves(page):
     page.evaluate("(before) => { Object.assign(state, JSON.parse(before)); drawAll(); }", before)
 
 
+@pytest.mark.parametrize(("figure", "name"), [("training", "training loss"), ("gradient", "gradient norm")])
+def test_a_title_says_that_the_number_it_names_is_smoothed(page, figure, name):
+    before = page.evaluate("JSON.stringify(state)")
+    caption = page.locator(f"#{figure} figcaption")
+    for smoothing, words in ((0.6, f"Smoothed {name} ends at"), (0, f"{name.capitalize()} ends at")):
+        page.evaluate("(smoothing) => { state.smoothing = smoothing; drawAll(); }", smoothing)
+        assert caption.inner_text().startswith(words)
+    page.evaluate("(before) => { Object.assign(state, JSON.parse(before)); drawAll(); }", before)
+
+
 def test_a_long_menu_can_be_searched(page):
     before = page.evaluate("JSON.stringify(state)")
     find = page.locator("#trajectory input.find")

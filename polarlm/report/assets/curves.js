@@ -166,12 +166,15 @@ FIGURES.perplexity = () => curveFigure("val", "perplexity", (run) => run.val.los
   DATA.oneTokenizer ? "Per token; averaged, and its interval taken, as the loss it is the exponential of." : "Each counts its own tokens. Compare bits per byte.",
   { back: Math.exp, reference: DATA.oneTokenizer ? "perplexity" : null });
 
+// The number in a title is where the drawn curve ends, so a title says when that curve is smoothed.
+const smoothedWord = (name) => sentence(state.smoothing ? `smoothed ${name}` : name);
+
 FIGURES.training = () => curveFigure("train", "loss (nats per token)", (run) => run.train.loss,
-  (ends, verb) => `Training loss ${verb}: ` + perGroup(ends, digits),
+  (ends, verb) => `${smoothedWord("training loss")} ${verb}: ` + perGroup(ends, digits),
   "Averaged over short stretches of steps" + (state.smoothing ? `, then smoothed (${state.smoothing}).` : "."), { reference: DATA.oneTokenizer ? "loss" : null });
 
 FIGURES.gradient = () => curveFigure("train", "gradient norm", (run) => run.train.gradNorm,
-  (ends, verb) => `Gradient norm ${verb}: ` + perGroup(ends), "Before clipping, averaged over short stretches of steps" + (state.smoothing ? `, then smoothed (${state.smoothing}).` : "."));
+  (ends, verb) => `${smoothedWord("gradient norm")} ${verb}: ` + perGroup(ends), "Before clipping, averaged over short stretches of steps" + (state.smoothing ? `, then smoothed (${state.smoothing}).` : "."));
 
 FIGURES.rate = () => curveFigure("train", "learning rate", (run) => run.train.lr,
   (ends) => "Highest learning rate logged: " + perGroup(ends.map(({ group }) => ({ group, value: highest(shownRuns(group).flatMap((run) => finite(run.train.lr))) }))),
