@@ -1,5 +1,6 @@
 """Compressed files from a stranger that expand without end: refused before memory or disk is full."""
 
+import errno
 import gzip
 import io
 import json
@@ -93,6 +94,16 @@ def test_what_says_nothing_of_its_size_is_refused_when_it_has_grown_too_far(
     finally:
         tracemalloc.stop()
     assert not list((tmp_path / "temporary").iterdir()) and not list((tmp_path / "cache").rglob("*.bin"))
+
+
+def test_a_disk_too_small_for_a_packed_table_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("polarlm.data.read.files.shutil.copyfileobj", full)
+    path = tmp_path / "table.parquet.gz"
+    path.write_bytes(gzip.compress(b"any"))
+    refused(lambda: build_corpus({"path": str(path)}, BYTE, tmp_path / "cache"), path.name, "disk is full", "are free")
 
 
 @pytest.mark.usefixtures("small_limit")
