@@ -87,7 +87,8 @@ def compile_kernel(name: str, variant: str, head_dim: int, dtype: str, sm: int, 
     q, k, v, d_out = (torch.randn(1, 2, 250, head_dim, dtype=DTYPES[dtype]) for _ in range(4))
     evidence, m2, parameters = torch.rand(1, 2, 250), torch.rand(1, 250), torch.rand(len(NOISE_ROWS), 2)
     documents = torch.zeros(1, 250, dtype=torch.int32) if packed else None
-    inputs = (q, k, v, m2, parameters, documents, "student", decays, decays, learned)
+    forgotten = torch.rand(1, 2, 250) if packed else None
+    inputs = (q, k, v, m2, forgotten, parameters, documents, "student", decays, decays, learned)
     sizes = {key: override or shipped for key, shipped in LAUNCH[name].items()}
     module = triton_radial if name.startswith("radial") else triton_kernels
     names = [f"{x}_kernel" for x in LAUNCH if hasattr(module, f"{x}_kernel")]

@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from polarlm.attention.forgetting import FORGOTTEN
 from polarlm.attention.kernels import distrust
 from polarlm.attention.kernels.native_decode import Decoder, Recipe, takes_decoding
-from polarlm.attention.mixer import TokenContext
+from polarlm.attention.mixer import KeyValueCache, TokenContext
 
 
 def decoder_for(x: Tensor, context: TokenContext, backend: str, recipe: Callable[[], Recipe | None]) -> Decoder | None:
@@ -23,14 +24,23 @@ def decoder_for(x: Tensor, context: TokenContext, backend: str, recipe: Callable
     if not cache.asked:
         wanted = recipe() if backend in ("auto", "native") and distrust("native", "cpu") is None else None
         if wanted is not None:
-            cache.decoder = Decoder(wanted, cache.keys, cache.values, cache.magnitudes)
+            cache.decoder = Decoder(wanted, cache.keys, cache.values, cache.magnitudes, cache.running.get(FORGOTTEN))
         cache.asked = True
     return cache.decoder
 
 
-def decode(decoder: Decoder, context: TokenContext, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def decode(
+    decoder: Decoder, context: TokenContext, q: Tensor, k: Tensor, v: Tensor, log_forget: Tensor | None = None
+) -> Tensor:
     """What leaves the heads (B, 1, H·Dh), from the raw projections (B, 1, ·); the cache takes the token."""
     assert context.cache is not None
-    out = decoder.step(q, k, v, *context.rotary, context.cache.length)
-    context.cache.length += 1
+    out = decoder.step(q, k, v, *context.rotary, context.cache.length, log_forget)
+    token_taken(context.cache, decoder)
     return out
+
+
+def token_taken(cache: KeyValueCache, decoder: Decoder) -> None:
+    """The cache after native code has written one token into it."""
+    cache.length += 1
+    if decoder.forgotten is not None:
+        cache.running[FORGOTTEN] = decoder.forgotten[..., : cache.length]

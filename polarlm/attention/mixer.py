@@ -107,6 +107,7 @@ class Mixer(nn.Module):
     def __init__(self, shape: MixerShape) -> None:
         super().__init__()
         self.shape = shape
+        self.forget: Any = None  # a ForgetGate where the past fades
 
     @property
     def rotary_dim(self) -> int:

@@ -21,6 +21,7 @@ from polarlm.attention.content_transport import TRANSPORTS, CommonFrame, Content
 from polarlm.attention.decoding import decode, decoder_for
 from polarlm.attention.estimator import FRACTIONS, Estimator, Value, choice
 from polarlm.attention.filter import gate_flops, record_estimate, robust_flops, widening_flops
+from polarlm.attention.forgetting import forget_gate
 from polarlm.attention.frequencies import Frequencies
 from polarlm.attention.initialisation import linear
 from polarlm.attention.kernels import (
@@ -33,7 +34,7 @@ from polarlm.attention.kernels import (
     robust_attention,
 )
 from polarlm.attention.lean import on_sphere, tangent_step
-from polarlm.attention.mixer import STREAM_PROJECTIONS, KeyValueCache, Mixer, MixerShape, TokenContext
+from polarlm.attention.mixer import STREAM_PROJECTIONS, KeyValueCache, Mixer, MixerShape, TokenContext, mean_visible
 from polarlm.attention.polar_decoding import polar_recipe
 from polarlm.attention.polar_inputs import project_inputs, turned_inputs
 from polarlm.attention.polar_noise import (
@@ -81,6 +82,8 @@ class PolarAttention(Mixer):
         radial_correlation: str = "vv",
         rotate_values: bool = True,
         frequencies: str = "shared",
+        forgetting: str = "content",
+        forget_bias: Value = 0.0,
         head_gate: bool = False,
         value_residual: bool = False,
         transport: str = "rotary",
@@ -170,6 +173,7 @@ class PolarAttention(Mixer):
             make_orthonormal(self.v)
         else:
             self.out = linear(heads * size, d, shape.initial.residual(heads * size))
+        self.forget = forget_gate(forgetting, forget_bias, shape, raw_stream=not self.pre_norm)
         self.head_gate = HeadGate(shape, raw_stream=not self.pre_norm) if head_gate else None
         self.value_residual = ValueResidual(shape) if value_residual else None
         # One gain per channel, shared by the heads, as in QK-norm; the paper has none (|q| = |k| = r).
@@ -203,7 +207,8 @@ class PolarAttention(Mixer):
         decoder = self.decoder(x, context)
         if decoder is not None and self.qk is not None:
             q, k = self.qk(x).split([self.rotary_dim * n for n in (self.shape.n_head, self.shape.n_kv_head)], dim=-1)
-            return self.out(decode(decoder, context, q, k, self.v(x)))
+            log_forget = None if self.forget is None else self.forget(x)
+            return self.out(decode(decoder, context, q, k, self.v(x), log_forget))
         parameters = self.estimator.read()
         frame = CommonFrame(self.frequencies(context))
         entered = turned_inputs(self, x, parameters, frame, context)  # steps 1 and 2 at once
@@ -240,6 +245,7 @@ class PolarAttention(Mixer):
             consensus=self.consensus,
             log_query_variance=None if prior is None else prior.log_variance("q"),
             log_key_variance=None if prior is None else remembered(context, prior.log_variance("k")),
+            forgotten=None if self.forget is None else self.forget.forgotten(x, context),
             bounded=self.bounded,
             documents=context.documents,
             dropout=self.shape.dropout if self.training else 0.0,
@@ -337,6 +343,7 @@ class PolarAttention(Mixer):
         attention = robust_flops(context, self.shape.n_head, self.rotary_dim, correlation)
         attention += (self.irls_steps - 1) * robust_flops(context, self.shape.n_head, self.rotary_dim)
         attention += self.head_gate.flops_per_token() if self.head_gate is not None else 0
+        attention += self.forget.flops_per_token(self.irls_steps * mean_visible(context)) if self.forget is not None else 0
         gate = self.consensus, self.radial_correlation
         attention += self.irls_steps * gate_flops(context, self.shape.n_head, self.rotary_dim, *gate)
         widened = sum(name in self.estimator for name in ("widen_q", "widen_k", "widen_k"))  # a key's also kappa

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from polarlm.attention.additions import HeadGate, ValueResidual
 from polarlm.attention.decoding import decode, decoder_for
-from polarlm.attention.estimator import choice
+from polarlm.attention.estimator import Value, choice
+from polarlm.attention.forgetting import fading, forget_gate
 from polarlm.attention.frequencies import Frequencies, Turns
 from polarlm.attention.initialisation import linear
-from polarlm.attention.kernels import DirectionalNoise
+from polarlm.attention.kernels import DirectionalNoise, RobustCall, robust_attention
 from polarlm.attention.kernels.native_decode import Recipe
 from polarlm.attention.lean import rotate, rotated_heads
 from polarlm.attention.mixer import (
@@ -42,6 +43,8 @@ class StandardAttention(Mixer):
         value_residual: bool = False,
         project_stream: str = "none",
         qk_gain: float = 1.0,
+        forgetting: str = "none",
+        forget_bias: Value = 0.0,
     ) -> None:
         super().__init__(shape)
         if qk_gain != 1 and not qk_norm:
@@ -59,13 +62,15 @@ class StandardAttention(Mixer):
         for norm in (self.q_norm, self.k_norm):
             if norm is not None:
                 nn.init.constant_(norm.weight, qk_gain)
+        self.forget = forget_gate(forgetting, forget_bias, shape)
         self.head_gate = HeadGate(shape) if head_gate else None
         self.value_residual = ValueResidual(shape) if value_residual else None
 
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         """y_i = sum_j softmax(q_i . k_j / sqrt(Dh)) v_j, per head, then W_o."""
         if decoder := self.decoder(x, context):
-            return self.out(decode(decoder, context, *self._projected(x)))
+            log_forget = None if self.forget is None else self.forget(x)
+            return self.out(decode(decoder, context, *self._projected(x), log_forget))
         turns: Turns = self.frequencies(context)
         placed = None
         if self._only_turns() and context.record is None:
@@ -85,8 +90,13 @@ class StandardAttention(Mixer):
         if context.cache is not None:
             k_turned, v_turned, _ = context.cache.append(k_turned, v_turned)
 
-        bias = self.bias(x, k_turned.shape[2], context)
-        v_bar = self._attend(q_turned, k_turned, v_turned, context.documents, bias)
+        forgotten = None if self.forget is None else self.forget.forgotten(x, context)
+        if forgotten is None:
+            bias = self.bias(x, k_turned.shape[2], context)
+            v_bar = self._attend(q_turned, k_turned, v_turned, context.documents, bias)
+        else:
+            bias = None if context.record is None else fading(forgotten, x.shape[1])
+            v_bar = self._attend_fading(q_turned, k_turned, v_turned, context.documents, forgotten)
         if self.rotate_values:
             v_bar = rotate(v_bar, *turns.queries, inverse=True)
         update = self.combine(v_bar, own)
@@ -135,18 +145,37 @@ class StandardAttention(Mixer):
         projection = self.projection()
         if projection is None or self.frequencies.kind != "shared" or any(x is not None for x in additions):
             return None
-        one = torch.ones(self.shape.n_head)
-        noise = DirectionalNoise(0 * one, 0 * one, 0 * one, one, 0 * one, tau=one * 4 * self.shape.head_dim**-0.5)
         return Recipe(
             heads=self.shape.n_head,
             kernel="exponential",
-            noise=noise,
+            noise=self._constant_precision(torch.device("cpu")),
             rotate_values=self.rotate_values,
             qk_radius=0.0,
             eps=0.0,
             residual_form="dot",
             projection=projection,
+            forgets=self.forget is not None,
         )
+
+    def _constant_precision(self, device: torch.device) -> DirectionalNoise:
+        """With which robust attention's exponential kernel of -2 q.k is soft-max attention."""
+        one = torch.ones(self.shape.n_head, device=device)
+        return DirectionalNoise(0 * one, 0 * one, 0 * one, one, 0 * one, tau=one * 4 * self.shape.head_dim**-0.5)
+
+    def _attend_fading(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, forgotten: Tensor) -> Tensor:
+        """Soft-max attention whose past fades, in memory that grows with the tokens and not with their pairs."""
+        call = RobustCall(
+            q,
+            k,
+            v,
+            self._constant_precision(q.device),
+            "exponential",
+            residual_form="dot",
+            forgotten=forgotten,
+            documents=documents,
+            dropout=self.shape.dropout if self.training else 0.0,
+        )
+        return robust_attention(call).v_bar
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, bias: Tensor | None) -> Tensor:
         queries, keys = q.shape[2], k.shape[2]
@@ -170,6 +199,7 @@ class StandardAttention(Mixer):
         s = self.shape
         projections = 2 * (self.qkv.weight.numel() + self.out.weight.numel())
         projections += self.head_gate.flops_per_token() if self.head_gate is not None else 0
+        projections += self.forget.flops_per_token(mean_visible(context)) if self.forget is not None else 0
         return projections + int(4 * mean_visible(context) * s.n_head * s.head_dim)
 
 

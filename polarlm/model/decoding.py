@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from polarlm.attention.decoding import token_taken
 from polarlm.attention.kernels.native_decode import LayerDecoder, Matrices, takes_decoding
 from polarlm.attention.lean import takes_products
 from polarlm.attention.mixer import TokenContext
@@ -32,7 +33,7 @@ def decode_layer(block: Block, x: Tensor, context: TokenContext) -> Tensor | Non
         cache.layer = False if weights is None else LayerDecoder(decoder, weights, len(x))
         return decode_layer(block, x, context)
     out = cache.layer.step(x, *context.rotary, cache.length)
-    cache.length += 1
+    token_taken(cache, cache.layer.decoder)
     return out
 
 
@@ -61,4 +62,5 @@ def weights_of(block: Block, x: Tensor) -> Matrices | None:
         gated=type(ffn) is SwiGLUFeedForward,
         across=(mixer.project_stream != "none", mixer.project_stream == "both"),
         eps=block.ffn_norm.eps,
+        gate=None if mixer.forget is None else (mixer.forget.weight, mixer.forget.offset),
     )

@@ -19,6 +19,9 @@ IRRELEVANT = (
 )  # fmt: skip
 # What `match=` solves.
 SOLVED = {"parameters": "model.ffn_width", "flops": "model.ffn_width", "seconds": "trainer.max_steps"}
+# Settings of blocks that came later, with the value at which a block is what it was without them.
+ADDED = {"block.forgetting": "none"}
+ONLY_WITH = {"forget_bias": "forgetting"}  # settings of a block that say nothing where another one is added at that value
 IRRELEVANT_TRAINER = (
     "accelerator", "devices", "nodes", "strategy", "log_every", "val_every",
     "checkpoint_every", "keep_checkpoints", "on_nonfinite", "max_incidents", "spike_z",
@@ -31,6 +34,11 @@ def experiment_of(config: dict[str, Any]) -> dict[str, Any]:
     kept["trainer"] = {k: v for k, v in config["trainer"].items() if k not in IRRELEVANT_TRAINER}
     if config.get("match") is None:  # as before there was such a setting
         kept = {key: value for key, value in kept.items() if key not in ("match", "match_block")}
+    block = kept.get("block")
+    if isinstance(block, dict):
+        off = {key for key, neutral in ADDED.items() if block.get(key.partition(".")[2]) == neutral}
+        silent = {name for name in block if f"block.{name}" in off or f"block.{ONLY_WITH.get(name)}" in off}
+        kept["block"] = {name: value for name, value in block.items() if name not in silent}
     matched = config.get("matched")
     if matched:  # what `match=` solved follows from the rest: the experiment is what was asked
         group, _, name = matched["key"].partition(".")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.runs.files import read_config, read_json
-from polarlm.runs.identity import flatten, identity_of
+from polarlm.runs.identity import ADDED, flatten, identity_of
 from polarlm.study.jobs import Planner
 from polarlm.study.plan import PlannedRun, Question
 from polarlm.study.rows import row_of, settings_of_run
@@ -86,5 +86,6 @@ def _fitting(question: Question, place: Place, config: dict[str, Any], collected
 
 
 def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any], tuned: str | None) -> list[str]:
-    """The settings that both know and that differ, the tuned one aside."""
+    """The settings that both know and that differ, the tuned one aside; a block's later additions are known to all."""
+    ours, theirs = {**ADDED, **ours}, {**ADDED, **theirs}
     return [key for key in ours.keys() & theirs.keys() if key != tuned and ours[key] != theirs[key]]

@@ -52,6 +52,8 @@ class RobustCall:
     # Appendix G.3: logarithms of angular variances that widen 1/κ̃ of a query, and 1/κ and 1/κ̃ of a key
     log_query_variance: Tensor | None = None  # (B,H,T)
     log_key_variance: Tensor | None = None  # (B,H,S)
+    # Running sums of log λ, (B,H,S): κ of a pair is multiplied by the λ of all tokens after the key, up to the query
+    forgotten: Tensor | None = None
     bounded: bool = True  # False where κ grows without limit: no noise floor, but decay and information that stays
     documents: Tensor | None = None  # (B,S)
     dropout: float = 0.0
@@ -122,6 +124,8 @@ class RobustCall:
                 f"q {tuple(q.shape)} must be (B,H,T,Dh), k {tuple(k.shape)} and v {tuple(v.shape)} both (B,G,S,Dh) "
                 "with G dividing H and T ≤ S."
             )
+        if self.forgotten is not None and self.forgotten.shape != (q.shape[0], q.shape[1], k.shape[2]):
+            raise ValueError(f"forgotten {tuple(self.forgotten.shape)} must be (B,H,S) of q and k.")
         if self.documents is not None and self.documents.shape != (k.shape[0], k.shape[2]):
             raise ValueError(f"documents {tuple(self.documents.shape)} must be (B,S) = {(k.shape[0], k.shape[2])}.")
 

@@ -72,6 +72,7 @@ def logits(call: RobustCall) -> Callable[..., Tensor]:
     m2 = torch.ones_like(k2[:, 0]) if magnitude is None else magnitude.to(dtype).clamp_min(MIN_MAGNITUDE).square()
     mu, eta_k2, eta_q2, sigma02, m_inf2, process2, shape = noise.rows(call.kernel, dtype)
     first, group = call.k.shape[2] - call.q.shape[2], call.q.shape[1] // call.k.shape[1]
+    forgotten = None if call.forgotten is None else call.forgotten.to(dtype)
     kernel, full, decays = call.kernel, call.residual_form == "full", call.decay_keys
 
     def score_mod(dot: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -81,6 +82,8 @@ def logits(call: RobustCall) -> Callable[..., Tensor]:
         floor = sigma02[h] + process2[h] * (1 - decay2)
         numerator = m2[b, j] * decay2 + m_inf2[h] if magnitude is not None else torch.ones_like(decay)
         log_kappa = torch.log(numerator) - torch.log(eta_k2[h] * decay2 + floor)
+        if forgotten is not None:
+            log_kappa = log_kappa + forgotten[b, h, i + first] - forgotten[b, h, j]
         if kernel == "gaussian":
             return log_kappa + 0 * dot
         precision = (numerator / (eta_k2[h] * decay2 + floor + eta_q2[h])).clamp_max(MAX_QUERY_PRECISION)

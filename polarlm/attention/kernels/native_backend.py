@@ -18,7 +18,7 @@ from .call import KERNELS, RADIAL_CORRELATIONS, RADIAL_MODES, AttentionOutput, R
 from .noise import NOISE_ROWS, RADIAL_ROWS
 from .operator import differentiable, operator
 
-DIFFERENTIABLE = ("q", "k", "v", "m", "noise", "radial_noise")
+DIFFERENTIABLE = ("q", "k", "v", "m", "forgotten", "noise", "radial_noise")
 OUTPUTS = ("out", "evidence", "sums", "shifts", "m_bar", "radial_evidence", "head_m_bar")
 BLOCK = 64  # queries of a task, as in native/call.h
 # Multiply-adds of q·k per call below which waking other threads costs more than they help.
@@ -37,13 +37,13 @@ class Call(ctypes.Structure):
         *[(name, ctypes.c_int64) for name in (
             "batch", "heads", "groups", "queries", "keys", "size",
             "kernel", "decay_keys", "decay_values", "dot_form", "radial", "correlation",
-            "parts", "threads", "seed", "learns_shape",
+            "parts", "threads", "seed", "learns_shape", "forgotten_row",
         )],
         *[(name, ctypes.c_double) for name in ("half", "dropout", "cap", "least_magnitude")],
         *[(name, Strides) for name in ("q_at", "k_at", "v_at", "out_at", "d_out_at", "dq_at")],
         *[(name, ctypes.c_void_p) for name in (
-            "q", "k", "v", "magnitude", "documents", "noise", "radial_noise", *OUTPUTS,
-            "d_out", "d_evidence", "d_m_bar", "dq", "dk", "dv", "d_magnitude", "d_noise", "d_radial",
+            "q", "k", "v", "magnitude", "documents", "forgotten", "noise", "radial_noise", *OUTPUTS,
+            "d_out", "d_evidence", "d_m_bar", "dq", "dk", "dv", "d_magnitude", "d_forgotten", "d_noise", "d_radial",
         )],
     ]  # fmt: skip
 
@@ -84,11 +84,12 @@ def native_attention(call: RobustCall) -> AttentionOutput:
     if padding:
         q, k, v = (F.pad(x, (0, padding)) for x in (q, k, v))
     m = None if call.magnitude is None else call.magnitude.to(dtype)
+    forgotten = None if call.forgotten is None else call.forgotten.to(dtype)
     radial = call.radial.rows(torch.float64) if call.radial_mode != "off" and call.radial is not None else None
     # Drawn by torch's generator, read by both passes.
     seed = torch.randint(2**62, (1,)) if call.dropout else None
     out, log_evidence, _, _, m_bar, *_ = native_forward(
-        q, k, v, m, call.noise.rows(call.kernel, torch.float64), radial, call.documents, seed,
+        q, k, v, m, forgotten, call.noise.rows(call.kernel, torch.float64), radial, call.documents, seed,
         call.kernel, call.residual_form == "dot", call.decay_keys and call.kernel != "gaussian", call.decay_values,
         call.radial_mode, call.radial_correlation, size / 2, call.dropout, call.noise.shape(call.kernel).requires_grad,
     )  # fmt: skip
@@ -97,8 +98,8 @@ def native_attention(call: RobustCall) -> AttentionOutput:
 
 
 def _describe(
-    q: Tensor, k: Tensor, v: Tensor, m: Tensor | None, noise: Tensor, radial_noise: Tensor | None,
-    documents: Tensor | None, seed: Tensor | None, kernel: str, dot_form: bool, decay_keys: bool, decay_values: bool,
+    q: Tensor, k: Tensor, v: Tensor, m: Tensor | None, forgotten: Tensor | None, noise: Tensor,
+    radial_noise: Tensor | None, documents: Tensor | None, seed: Tensor | None, kernel: str, dot_form: bool, decay_keys: bool, decay_values: bool,
     radial: str, correlation: str, half: float, dropout: float, learns_shape: bool,
 ) -> tuple[Call, tuple[Tensor | None, ...]]:  # fmt: skip
     """The call as the kernels take it, and the tensors that must live as long."""
@@ -106,17 +107,18 @@ def _describe(
     q, k, v = _rows(q), _rows(k), _rows(v)
     if documents is not None:  # padded: the last queries are read in whole vectors
         documents = F.pad(documents.to(torch.int64 if q.dtype == torch.float64 else torch.int32).flatten(), (0, 64))
-    m, radial_noise = (None if x is None else x.contiguous() for x in (m, radial_noise))
+    m, forgotten, radial_noise = (None if x is None else x.contiguous() for x in (m, forgotten, radial_noise))
     noise = noise.contiguous()
     threads = torch.get_num_threads() if batch * heads * queries * keys * size >= WORTH_SHARING else 1
     call = Call(
         batch, heads, groups, queries, keys, size, KERNELS.index(kernel), decay_keys, decay_values, dot_form,
         RADIAL_MODES.index(radial), RADIAL_CORRELATIONS.index(correlation),
-        1, threads, 0 if seed is None else int(seed), learns_shape,
+        1, threads, 0 if seed is None else int(seed), learns_shape, keys,
         half, dropout, MAX_QUERY_PRECISION, MIN_MAGNITUDE,
     )  # fmt: skip
-    call.point(q=q, k=k, v=v, magnitude=m, documents=documents, noise=noise, radial_noise=radial_noise)
-    return call, (q, k, v, m, documents, noise, radial_noise)
+    tensors = dict(magnitude=m, documents=documents, forgotten=forgotten, noise=noise, radial_noise=radial_noise)
+    call.point(q=q, k=k, v=v, **tensors)
+    return call, (q, k, v, *tensors.values())
 
 
 def _gradient(
@@ -129,13 +131,13 @@ def _gradient(
 
 @differentiable("polarlm::native_forward", _gradient)
 def native_forward(
-    q: Tensor, k: Tensor, v: Tensor, m: Tensor | None, noise: Tensor, radial_noise: Tensor | None,
-    documents: Tensor | None, seed: Tensor | None, kernel: str, dot_form: bool, decay_keys: bool, decay_values: bool,
+    q: Tensor, k: Tensor, v: Tensor, m: Tensor | None, forgotten: Tensor | None, noise: Tensor,
+    radial_noise: Tensor | None, documents: Tensor | None, seed: Tensor | None, kernel: str, dot_form: bool, decay_keys: bool, decay_values: bool,
     radial: str, correlation: str, half: float, dropout: float, learns_shape: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """OUTPUTS: v_bar (B,H,T,Dh), log-evidence (B,H,T), m_bar (B,T), the others for the backward pass."""
     call, _alive = _describe(
-        q, k, v, m, noise, radial_noise, documents, seed, kernel, dot_form, decay_keys, decay_values, radial,
+        q, k, v, m, forgotten, noise, radial_noise, documents, seed, kernel, dot_form, decay_keys, decay_values, radial,
         correlation, half, dropout, learns_shape,
     )  # fmt: skip
     outputs = _outputs(q, radial)
@@ -153,7 +155,8 @@ def _outputs(q: Tensor, radial: str) -> tuple[Tensor, ...]:
 
 
 @native_forward.traced.register_fake
-def _(q, k, v, m, noise, radial_noise, documents, seed, kernel, dot_form, decay_keys, decay_values, radial, *_options):
+def _(q, k, v, m, forgotten, noise, radial_noise, documents, seed, kernel, dot_form, decay_keys, decay_values, radial,
+      *_options):  # fmt: skip
     return _outputs(q, radial)
 
 
@@ -162,13 +165,13 @@ def native_backward(
     d_out: Tensor, d_evidence: Tensor, d_m_bar: Tensor,
     out: Tensor, evidence: Tensor, sums: Tensor, shifts: Tensor, m_bar: Tensor, radial_evidence: Tensor,
     head_m_bar: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, m: Tensor | None, noise: Tensor, radial_noise: Tensor | None,
-    documents: Tensor | None, seed: Tensor | None, kernel: str, dot_form: bool, decay_keys: bool, decay_values: bool,
+    q: Tensor, k: Tensor, v: Tensor, m: Tensor | None, forgotten: Tensor | None, noise: Tensor,
+    radial_noise: Tensor | None, documents: Tensor | None, seed: Tensor | None, kernel: str, dot_form: bool, decay_keys: bool, decay_values: bool,
     radial: str, correlation: str, half: float, dropout: float, learns_shape: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of DIFFERENTIABLE; empty where there is no such input."""
     call, _alive = _describe(
-        q, k, v, m, noise, radial_noise, documents, seed, kernel, dot_form, decay_keys, decay_values, radial,
+        q, k, v, m, forgotten, noise, radial_noise, documents, seed, kernel, dot_form, decay_keys, decay_values, radial,
         correlation, half, dropout, learns_shape,
     )  # fmt: skip
     units = call.batch * (call.groups if radial == "off" else 1)
@@ -179,24 +182,28 @@ def native_backward(
     dq = torch.zeros_like(out)
     dk, dv = (q.new_zeros(call.parts, *k.shape) for _ in range(2))
     d_m = q.new_zeros((call.parts, call.batch, units // call.batch, call.keys) if m is not None else 0)
+    d_forgotten = q.new_zeros((call.parts, *q.shape[:2], call.keys) if forgotten is not None else 0)
     d_noise = noise.new_zeros(call.parts, call.batch, call.heads, len(NOISE_ROWS))
     d_radial = noise.new_zeros(call.parts, call.batch, len(RADIAL_ROWS))
     call.point(
         **dict(zip(OUTPUTS, (out, evidence, sums, shifts, m_bar, radial_evidence, head_m_bar))),
         d_out=d_out, d_evidence=d_evidence, d_m_bar=d_m_bar,
-        dq=dq, dk=dk, dv=dv, d_magnitude=d_m, d_noise=d_noise, d_radial=d_radial,
+        dq=dq, dk=dk, dv=dv, d_magnitude=d_m, d_forgotten=d_forgotten, d_noise=d_noise, d_radial=d_radial,
     )  # fmt: skip
     library(_real(q.dtype)).polarlm_backward(ctypes.byref(call), parallel())
     dk, dv = (x[0] if call.parts == 1 else x.sum(0) for x in (dk, dv))
     d_m = d_m.sum((0, 2)) if m is not None else d_m
+    if forgotten is not None:
+        d_forgotten = d_forgotten.sum(0)
+        d_forgotten[..., -call.queries :] += d_evidence  # Σ_j ∂L of a query is that of its evidence
     d_radial = d_radial.sum((0, 1)) if radial_noise is not None else d_radial.new_empty(0)
-    return dq, dk, dv, d_m, d_noise.sum((0, 1)).T.contiguous(), d_radial
+    return dq, dk, dv, d_m, d_forgotten, d_noise.sum((0, 1)).T.contiguous(), d_radial
 
 
 @native_backward.traced.register_fake
-def _(d_out, d_evidence, d_m_bar, out, evidence, sums, shifts, m_bar, radial_evidence, head_m_bar, q, k, v, m, noise,
-      radial_noise, *_options):  # fmt: skip
-    kinds = (k, v, m, noise, radial_noise)
+def _(d_out, d_evidence, d_m_bar, out, evidence, sums, shifts, m_bar, radial_evidence, head_m_bar, q, k, v, m,
+      forgotten, noise, radial_noise, *_options):  # fmt: skip
+    kinds = (k, v, m, forgotten, noise, radial_noise)
     made = (q.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in kinds)
     return torch.empty_like(out), *made
 

@@ -31,7 +31,7 @@ class _Decode(ctypes.Structure):
         *[(name, ctypes.c_int64) for name in ("q_row", "k_row", "v_row", "cache_row", "magnitude_row")],
         *[(name, ctypes.c_double) for name in ("radius", "eps", "alpha", "beta", "clamp")],
         *[(name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin")],
-        *[(name, ctypes.c_void_p) for name in ("keys", "values", "magnitudes", "out", "tables")],
+        *[(name, ctypes.c_void_p) for name in ("keys", "values", "magnitudes", "log_forget", "forgotten", "out", "tables")],
     ]
 
 
@@ -47,7 +47,7 @@ class _Layer(ctypes.Structure):
         ("projections", ctypes.c_void_p * 2),
         *[(name, ctypes.c_void_p) for name in ("out", "up", "down")],
         ("norms", ctypes.c_void_p * 2),
-        *[(name, ctypes.c_void_p) for name in ("x", "memory")],
+        *[(name, ctypes.c_void_p) for name in ("gate", "gate_offset", "x", "memory")],
     ]
 
 
@@ -63,6 +63,7 @@ class Matrices:
     gated: bool  # SwiGLU, else GELU
     across: tuple[bool, bool]  # whether attention and feed-forward add only what is orthogonal to the stream
     eps: float
+    gate: tuple[Tensor | None, Tensor] | None = None  # of forgetting: its rows (H,d), or none, and its offsets (H,)
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Recipe:
     alpha: float = 1.0
     alpha_by_m: bool = False
     beta: float = 0.0
+    forgets: bool = False
 
 
 def takes_decoding(x: Tensor, cache: Any) -> bool:
@@ -107,19 +109,22 @@ def takes_decoding(x: Tensor, cache: Any) -> bool:
 class Decoder:
     """One layer's generation: appends a token to the caches it was made for, and gives what leaves the heads."""
 
-    def __init__(self, recipe: Recipe, keys: Tensor, values: Tensor, magnitudes: Tensor | None) -> None:
+    def __init__(self, recipe: Recipe, keys: Tensor, values: Tensor, magnitudes: Tensor | None, forgotten: Tensor | None = None) -> None:
         rows, groups, capacity, size = keys.shape
         self.capacity, self.heads = capacity, recipe.heads
         radial = None if recipe.radial is None else recipe.radial.rows(torch.float64)
         noise = recipe.noise.rows(recipe.kernel, torch.float64)
         self._alive = (keys, values, magnitudes, noise, radial)
+        self.forgotten = keys.new_zeros(rows, recipe.heads, capacity) if recipe.forgets else None  # sums of log λ
+        if self.forgotten is not None and forgotten is not None:
+            self.forgotten[..., : forgotten.shape[-1]] = forgotten
         self._library = library("float")
         self._row = Strides(0, size, size)  # one query: its heads lie side by side
         call = Call(
             1, recipe.heads, groups, 1, capacity, size, KERNELS.index(recipe.kernel),
             recipe.decay_keys and recipe.kernel != "gaussian", recipe.decay_values, recipe.residual_form == "dot",
             RADIAL_MODES.index(recipe.radial_mode), RADIAL_CORRELATIONS.index(recipe.radial_correlation),
-            1, 1, 0, False, size / 2, 0.0, MAX_QUERY_PRECISION, MIN_MAGNITUDE,
+            1, 1, 0, False, capacity, size / 2, 0.0, MAX_QUERY_PRECISION, MIN_MAGNITUDE,
         )  # fmt: skip
         call.q_at = call.out_at = self._row
         call.k_at = call.v_at = Strides(*keys.stride()[:3])
@@ -132,6 +137,7 @@ class Decoder:
         )  # fmt: skip
         decode.keys, decode.values = keys.data_ptr(), values.data_ptr()
         decode.magnitudes = None if magnitudes is None else magnitudes.data_ptr()
+        decode.forgotten = None if self.forgotten is None else self.forgotten.data_ptr()
         make, drop = self._library.polarlm_new_tables, self._library.polarlm_drop_tables
         make.restype, drop.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
         decode.tables = make(ctypes.byref(call))
@@ -145,13 +151,17 @@ class Decoder:
         self._decode.cos, self._decode.sin = cos.data_ptr(), sin.data_ptr()
         return self._decode
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, stored: int) -> Tensor:
-        """(B,1,H·Dh) from the raw projections (B,1,·) of the token after `stored` others."""
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, stored: int, log_forget: Tensor | None = None
+    ) -> Tensor:
+        """(B,1,H·Dh) from the raw projections (B,1,·) and log λ (B,H,1) of the token after `stored` others."""
         decode = self.after(stored, cos, sin)
         out = q.new_empty(q.shape[0], 1, q.shape[2])
         work = q.shape[0] * (stored + 1) * q.shape[2]
         decode.call.threads = torch.get_num_threads() if work >= WORTH_SHARING else 1
         decode.q, decode.k, decode.v, decode.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+        log_forget = None if log_forget is None else log_forget.contiguous()
+        decode.log_forget = None if log_forget is None else log_forget.data_ptr()
         decode.q_row, decode.k_row, decode.v_row = q.stride(0), k.stride(0), v.stride(0)
         self._library.polarlm_decode(ctypes.byref(decode), parallel())
         return out
@@ -164,13 +174,16 @@ class LayerDecoder:
         self.decoder, self._alive = decoder, weights
         width, hidden = weights.down.shape
         outputs = [len(w) for w in weights.projections] + [0] * (2 - len(weights.projections))
-        numbers = width + sum(outputs) + weights.out.shape[1] + len(weights.up) + hidden
+        numbers = width + decoder.heads + sum(outputs) + weights.out.shape[1] + len(weights.up) + hidden
         self._memory = weights.out.new_empty(rows * numbers)
         self._layer = layer = _Layer(rows=rows, width=width, hidden=hidden, gated=weights.gated, eps=weights.eps)
         layer.outputs[:], layer.across[:] = outputs, weights.across
         layer.projections[: len(weights.projections)] = [w.data_ptr() for w in weights.projections]
         layer.norms[:] = [w.data_ptr() for w in weights.norms]
         layer.out, layer.up, layer.down = (w.data_ptr() for w in (weights.out, weights.up, weights.down))
+        gate, offset = weights.gate or (None, None)
+        layer.gate = None if gate is None else gate.data_ptr()
+        layer.gate_offset = None if offset is None else offset.data_ptr()
         layer.memory = self._memory.data_ptr()
         self._run = library("float").polarlm_layer
 

@@ -58,6 +58,9 @@ def reference_attention(call: RobustCall) -> AttentionOutput:
     of_measurement = kappa  # what the gate is derived from
     kappa, kappa_tilde = _widened(call, kappa, kappa_tilde)
     kappa_tilde = kappa_tilde.clamp_max(math.log(MAX_QUERY_PRECISION))
+    if call.forgotten is not None:
+        since = call.forgotten.to(dtype)
+        kappa = kappa + (since[..., -T:, None] - since[..., None, :])
 
     # L = log κ + log w(x), x = κ̃‖R‖²/d_h
     E = torch.exp(-age)

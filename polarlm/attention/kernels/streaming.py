@@ -59,6 +59,7 @@ def _chunks(call: RobustCall, function: Callable):
             v=call.v[:, :, :seen],
             magnitude=None if call.magnitude is None else call.magnitude[:, :seen],
             documents=None if call.documents is None else call.documents[:, :seen],
+            forgotten=None if call.forgotten is None else call.forgotten[..., :seen],
             log_query_variance=None if call.log_query_variance is None else call.log_query_variance[..., start:stop],
             log_key_variance=None if call.log_key_variance is None else call.log_key_variance[..., :seen],
         )

@@ -23,7 +23,7 @@ from .operator import differentiable, operator
 INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # What the operator differentiates, in the order in which its backward pass returns the gradients.
-DIFFERENTIABLE = ("q", "k", "v", "m2", "parameters")
+DIFFERENTIABLE = ("q", "k", "v", "m2", "forgotten", "parameters")
 MAX_SIZE = 128  # largest head (real channels) with block sizes that were checked for spills
 
 # (queries per block, keys per block, warps, stages) by kernel, for heads of up to 64 and 128 channels of 2 and 4 bytes.
@@ -100,7 +100,9 @@ class _Launch:
 
 
 class _Directional(_Launch):
-    def __init__(self, q, k, v, m2, parameters, documents, kernel, decay_keys, decay_values, shape_learns) -> None:
+    def __init__(
+        self, q, k, v, m2, forgotten, parameters, documents, kernel, decay_keys, decay_values, shape_learns
+    ) -> None:
         from .triton_tiles import Inputs
 
         self.batch, self.heads, queries, size = q.shape
@@ -109,7 +111,8 @@ class _Directional(_Launch):
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         q2, k2 = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).square().contiguous() for x in (q, k))
         strides = (stride for x in (q, k, v) for stride in x.stride()[:3])
-        tensors = (q, k, v, q2, k2, m2 if m2 is None else m2.contiguous(), _whole(documents), parameters.contiguous())
+        m2, forgotten = (x if x is None else x.contiguous() for x in (m2, forgotten))
+        tensors = (q, k, v, q2, k2, m2, _whole(documents), forgotten, parameters.contiguous())
         self.inputs = Inputs._make((*tensors, *strides, self.heads, queries, keys))
         self.switches = self._switches(
             q.dtype, kernel=kernel, decay_keys=decay_keys, decay_values=decay_values, shape_learns=shape_learns,
@@ -158,29 +161,31 @@ def _gradient(
 
 @differentiable("polarlm::triton_forward", _gradient)
 def triton_forward(
-    q: Tensor, k: Tensor, v: Tensor, m2: Tensor | None, parameters: Tensor, documents: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, m2: Tensor | None, forgotten: Tensor | None, parameters: Tensor,
+    documents: Tensor | None,
     kernel: str, decay_keys: bool, decay_values: bool, shape_learns: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """v_bar (B,H,T,Dh) and log-evidence (B,H,T); `parameters` (7,H) are the NOISE_ROWS, `m2` (B,S) is m²."""
-    call = _Directional(q, k, v, m2, parameters, documents, kernel, decay_keys, decay_values, shape_learns)
+    call = _Directional(q, k, v, m2, forgotten, parameters, documents, kernel, decay_keys, decay_values, shape_learns)
     out, log_evidence = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty_like(call.inputs.q2)
     call.launch("forward", (None if m2 is None else m2.amax(1),), (out, log_evidence))
     return out, log_evidence
 
 
 @triton_forward.traced.register_fake
-def _(q, k, v, m2, parameters, *_options):
+def _(q, k, v, m2, forgotten, parameters, *_options):
     return torch.empty_like(q, memory_format=torch.contiguous_format), parameters.new_empty(q.shape[:3])
 
 
 @operator("polarlm::triton_backward")
 def triton_backward(
     d_out: Tensor, d_log_evidence: Tensor, out: Tensor, log_evidence: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, m2: Tensor | None, parameters: Tensor, documents: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, m2: Tensor | None, forgotten: Tensor | None, parameters: Tensor,
+    documents: Tensor | None,
     kernel: str, decay_keys: bool, decay_values: bool, shape_learns: bool, noise_learns: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, v, m2 (empty without it) and the parameters (zero unless `noise_learns`)."""
-    call = _Directional(q, k, v, m2, parameters, documents, kernel, decay_keys, decay_values, shape_learns)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v, m2 and forgotten (empty without them) and the parameters (zero unless `noise_learns`)."""
+    call = _Directional(q, k, v, m2, forgotten, parameters, documents, kernel, decay_keys, decay_values, shape_learns)
     d_out = d_out.contiguous()
     delta = torch.linalg.vecdot(d_out.float(), out.float()) - d_log_evidence  # Σ_j A ∂A − ∂ log-evidence
     upstream = (d_out, log_evidence, delta)
@@ -191,16 +196,19 @@ def triton_backward(
     else:
         call.launch("query", upstream, (dq, shares if noise_learns else None), noise_learns=noise_learns)
     per_group = None if m2 is None else m2.new_empty(call.batch, call.groups, k.shape[2])
-    call.launch("key", upstream, (dk, dv, per_group))
+    d_forgotten = None if forgotten is None else torch.empty_like(forgotten, memory_format=torch.contiguous_format)
+    call.launch("key", upstream, (dk, dv, per_group, d_forgotten))
+    if d_forgotten is not None:
+        d_forgotten[..., -q.shape[2] :] += d_log_evidence  # Σ_j ∂L of a query is that of its evidence
     d_m2 = q.new_empty(0) if per_group is None else per_group.sum(1)
     d_parameters = shares.sum((0, 2)).T.contiguous() if noise_learns else torch.zeros_like(parameters)
-    return dq, dk, dv, d_m2, d_parameters
+    return dq, dk, dv, d_m2, q.new_empty(0) if d_forgotten is None else d_forgotten, d_parameters
 
 
 @triton_backward.traced.register_fake
-def _(d_out, d_log_evidence, out, log_evidence, q, k, v, m2, parameters, *_options):
+def _(d_out, d_log_evidence, out, log_evidence, q, k, v, m2, forgotten, parameters, *_options):
     contiguous = torch.contiguous_format
-    inputs = (q, k, v, m2, parameters)
+    inputs = (q, k, v, m2, forgotten, parameters)
     return tuple(q.new_empty(0) if x is None else torch.empty_like(x, memory_format=contiguous) for x in inputs)
 
 
@@ -303,6 +311,7 @@ def triton_attention(call: RobustCall) -> AttentionOutput:
     v_bar, log_evidence = triton_forward(
         *(x.to(same) for x in qkv),
         m2,
+        None if call.forgotten is None else call.forgotten.float(),
         call.noise.rows(call.kernel, torch.float32),
         call.documents,
         call.kernel,

@@ -33,8 +33,8 @@ from .triton_tiles import (
 PARAMETERS = tl.constexpr(7)  # μ, η_k², η_q², σ0², m∞², σ̃², and ν or τ
 
 # A block of queries of one head: row of (B,H), the block among all, indices, positions among the keys, whether they
-# exist, q, ‖q‖², documents, the head's noise, and the first key that none of them sees.
-Queries = namedtuple("Queries", "row batch head block blocks i at valid tile q2 document noise end")
+# exist, q, ‖q‖², documents, sums of log λ, the head's noise, and the first key that none of them sees.
+Queries = namedtuple("Queries", "row batch head block blocks i at valid tile q2 document forgotten noise end")
 
 
 @triton.jit
@@ -50,7 +50,8 @@ def begin(x, S: tl.constexpr):
     q2 = load_each(x.q2, row * x.queries, i, valid, 0.0, 1)
     document = load_each(x.documents, batch * x.keys, at, valid, -1, 1)
     end = tl.minimum(x.keys, x.keys - x.queries + (block + 1) * S.block_q)
-    return Queries(row, batch, head, block, blocks, i, at, valid, tile, q2, document, load_noise(x, head), end)
+    forgotten = load_each(x.forgotten, row * x.keys, at, valid, 0.0, 1)
+    return Queries(row, batch, head, block, blocks, i, at, valid, tile, q2, document, forgotten, load_noise(x, head), end)
 
 
 @triton.jit
@@ -62,21 +63,25 @@ def values(x, own, start, S: tl.constexpr):
 
 @triton.jit
 def keys_at(x, own, j, exists, AXIS: tl.constexpr, S: tl.constexpr):
-    """Rows, ‖k‖², m² and documents of keys j."""
+    """Rows, ‖k‖², m², documents and sums of log λ of keys j."""
     k_tile = load_rows(x.k + own.batch * x.k_b + own.head // S.group * x.k_h, j, x.k_t, exists, S)
     k2 = load_each(x.k2, own.row // S.group * x.keys, j, exists, 0.0, AXIS)
     m2 = load_each(x.m2, own.batch * x.keys, j, exists, 1.0, AXIS)
-    return k_tile, k2, m2, load_each(x.documents, own.batch * x.keys, j, exists, -1, AXIS)
+    document = load_each(x.documents, own.batch * x.keys, j, exists, -1, AXIS)
+    return k_tile, k2, m2, document, load_each(x.forgotten, own.row * x.keys, j, exists, 0.0, AXIS)
 
 
 @triton.jit
 def pairs_from(x, own, start, S: tl.constexpr):
     """Keys from `start` on: their rows, ‖k‖² and m², dot products and lags with the queries, and all of the pairs."""
     j = start + tl.arange(0, S.block_k)
-    k_tile, k2, m2, document = keys_at(x, own, j, j < x.keys, 0, S)
+    k_tile, k2, m2, document, forgotten = keys_at(x, own, j, j < x.keys, 0, S)
     dots = product(own.tile, tl.trans(k_tile), S)
     lag = (own.at[:, None] - j[None, :]).to(tl.float32)
-    return k_tile, k2, m2, dots, lag, scores(x, dots, lag, own.q2, k2, m2, own.document, document, own.noise, S)
+    pairs = scores(
+        x, dots, lag, own.q2, k2, m2, own.document, document, own.forgotten, forgotten, own.noise, S
+    )  # fmt: skip
+    return k_tile, k2, m2, dots, lag, pairs
 
 
 @triton.jit
@@ -87,9 +92,9 @@ def sums_leave_range(x, own, largest_m2, S: tl.constexpr):
     end of E², in which κ is monotonic.
     """
     noise = own.noise
-    k_tile, k2, m2, document = keys_at(x, own, own.at, own.valid, 1, S)
+    k_tile, k2, m2, document, forgotten = keys_at(x, own, own.at, own.valid, 1, S)
     dots = tl.sum(own.tile.to(tl.float32) * k_tile.to(tl.float32), 1)[:, None]
-    self = scores(x, dots, dots * 0, own.q2, k2, m2, document, document, noise, S)
+    self = scores(x, dots, dots * 0, own.q2, k2, m2, document, document, forgotten, forgotten, noise, S)
     least = tl.log2(self.kappa) + log2_kernel(self.y, noise.shape, S)
     near, far = 1 / (noise.slope + noise.floor), 1 / (noise.slope * MIN_DECAY2 + noise.floor)
     if x.m2 is not None:
@@ -183,7 +188,7 @@ def query_kernel(x, d_out, log_evidence, delta, dq, d_parameters, S: tl.constexp
 
 
 @triton.jit
-def key_kernel(x, d_out, log_evidence, delta, dk, dv, d_m2, S: tl.constexpr):
+def key_kernel(x, d_out, log_evidence, delta, dk, dv, d_m2, d_forgotten, S: tl.constexpr):
     blocks = tl.cdiv(x.keys, S.block_k)
     block = tl.program_id(0) % blocks
     row = (tl.program_id(0) // blocks).to(tl.int64)  # of (B,G)
@@ -202,7 +207,8 @@ def key_kernel(x, d_out, log_evidence, delta, dk, dv, d_m2, S: tl.constexpr):
     begins = tl.maximum(block * S.block_k - first, 0) // S.block_q * S.block_q
     for head in range(group * S.group, (group + 1) * S.group):
         query_row = (batch * x.heads + head) * x.queries
-        noise = load_noise(x, head)
+        noise, key_row = load_noise(x, head), (batch * x.heads + head) * x.keys
+        forgotten, d_fading = load_each(x.forgotten, key_row, j, exists, 0.0, 1), tl.full([S.block_k], 0.0, tl.float32)
         for SQUARES in tl.static_range(2 if S.forms == 2 else 1):
             for start in range(begins, stop_at(x.queries, noise.shape, S, SQUARES), S.block_q):
                 i = start + tl.arange(0, S.block_q)
@@ -214,12 +220,15 @@ def key_kernel(x, d_out, log_evidence, delta, dk, dv, d_m2, S: tl.constexpr):
                 q2 = load_each(x.q2, query_row, i, valid, 0.0, 0)
                 q_document = load_each(x.documents, batch * x.keys, first + i, valid, -1, 0)
                 lag = ((first + i)[None, :] - j[:, None]).to(tl.float32)
-                pairs = scores(x, dots, lag, q2, k2, m2, q_document, document, noise, S)
+                q_forgotten = load_each(x.forgotten, key_row, first + i, valid, 0.0, 0)
+                pairs = scores(x, dots, lag, q2, k2, m2, q_document, document, q_forgotten, forgotten, noise, S)
                 evidence = load_each(log_evidence, query_row, i, valid, float("inf"), 0)
                 delta_columns = load_each(delta, query_row, i, valid, 0.0, 0)
                 applied, g, d_r2, gated, _ = gradients(
                     pairs, d_weights, evidence, delta_columns, noise.shape, S, SQUARES
                 )
+                if x.forgotten is not None:
+                    d_fading -= tl.sum(g, 1)
                 d_value += product(applied.to(d_out_tile.dtype), d_out_tile, S)
                 if x.m2 is not None:
                     d_magnitude += tl.sum((g - gated) / pairs.numerator * pairs.decay2, 1)
@@ -229,6 +238,8 @@ def key_kernel(x, d_out, log_evidence, delta, dk, dv, d_m2, S: tl.constexpr):
                     d_r2 = d_r2.to(q_tile.dtype)
                     d_key += product(d_r2, q_tile, S)
                     d_k2 += tl.sum(d_r2.to(tl.float32) * pairs.decay if S.decay_keys else d_r2.to(tl.float32), 1)
+        if x.forgotten is not None:
+            tl.store(d_forgotten + key_row + j, d_fading, mask=exists)
     store_rows(dk + row * x.keys * S.size, j, exists, 2 * (d_k2[:, None] * k_tile.to(tl.float32) - d_key), S)
     store_rows(dv + row * x.keys * S.size, j, exists, d_value, S)
     if x.m2 is not None:

@@ -23,9 +23,9 @@ MIN_DECAY2 = tl.constexpr(1e-24)
 # weight that counts beside them, are normal fp32 numbers.
 SHIFT, LEAST, MOST = tl.constexpr(64.0), tl.constexpr(-144.0), tl.constexpr(46.0)
 
-# What all kernels read: tensors (m2 and documents may be None), strides of batch, head and token, and sizes.
+# What all kernels read: tensors (m2, documents and forgotten may be None), strides of batch, head and token, and sizes.
 Inputs = namedtuple(
-    "Inputs", "q k v q2 k2 m2 documents parameters q_b q_h q_t k_b k_h k_t v_b v_h v_t heads queries keys"
+    "Inputs", "q k v q2 k2 m2 documents forgotten parameters q_b q_h q_t k_b k_h k_t v_b v_h v_t heads queries keys"
 )
 # Of one head: μ·log2 e, η_k² − σ̃² and σ0² + σ̃² (var = slope·E² + floor), η_q², m∞², and ν or τ.
 Noise = namedtuple("Noise", "mu slope floor eta_q2 m_inf2 shape")
@@ -101,7 +101,7 @@ def load_noise(x, head):
 
 
 @triton.jit
-def scores(x, dots, lag, q2, k2, m2, q_document, k_document, noise, S: tl.constexpr):
+def scores(x, dots, lag, q2, k2, m2, q_document, k_document, q_forgotten, k_forgotten, noise, S: tl.constexpr):
     """From dot products to everything that both passes need of a pair."""
     decay = tl.exp2(-noise.mu * tl.maximum(lag, 0.0))
     decay2 = tl.maximum(decay * decay, MIN_DECAY2)
@@ -112,7 +112,10 @@ def scores(x, dots, lag, q2, k2, m2, q_document, k_document, noise, S: tl.conste
     r2 = q2 + decay * (decay * k2 - 2 * dots) if S.decay_keys else q2 + k2 - 2 * dots
     y = tl.minimum(free, MAX_QUERY_PRECISION / (S.size / 2)) * tl.maximum(r2, 0.0) * (1 / noise.shape)
     seen = (lag >= 0) & (q_document == k_document)
-    kappa = tl.where(seen, numerator * inverse, 0.0)
+    kappa = numerator * inverse
+    if x.forgotten is not None:
+        kappa = kappa * tl.exp2(tl.minimum(q_forgotten - k_forgotten, 0.0) * LOG2E)  # not infinite in the future
+    kappa = tl.where(seen, kappa, 0.0)
     return Pairs(decay, decay2, numerator, inverse, inverse_query, kappa, free, r2, y, 1 / (1 + y))
 
 

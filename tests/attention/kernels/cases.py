@@ -21,6 +21,7 @@ class Case:
     magnitude: Tensor | None
     noise: DirectionalNoise
     radial: RadialNoise
+    forgotten: Tensor | None = None
 
     def call(self, **options) -> RobustCall:
         return RobustCall(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | options)
@@ -36,15 +37,17 @@ class Case:
         return changed(self)
 
     def leaves(self) -> dict[str, Tensor]:
-        tensors = {name: getattr(self, name) for name in ("q", "k", "v", "magnitude")}
+        tensors = {name: getattr(self, name) for name in ("q", "k", "v", "magnitude", "forgotten")}
         for part, noise in (("noise", self.noise), ("radial", self.radial)):
             tensors |= {f"{part}.{f.name}": getattr(noise, f.name) for f in dataclasses.fields(noise)}
         return {name: leaf for name, leaf in tensors.items() if leaf is not None and leaf.requires_grad}
 
 
 def make_case(
-    batch=2, heads=4, groups=2, queries=13, keys=None, size=8, magnitude=True, process=False, dtype=torch.float64
-) -> Case:
+    batch=2, heads=4, groups=2, queries=13, keys=None, size=8, magnitude=True, process=False, dtype=torch.float64,
+    forgets=None,
+) -> Case:  # fmt: skip
+    """`forgets`: how many nats are forgotten at a token at most; None: no forgetting."""
     keys = keys or queries
 
     def on_sphere(h: int, t: int) -> Tensor:
@@ -67,7 +70,11 @@ def make_case(
     )
     radial = RadialNoise(*(positive(low, high, ()) for low, high in ((0, 0.1), (0.1, 1), (0.1, 1), (0.1, 1), (2, 5))))
     m = positive(0.3, 2.0, (batch, keys)) if magnitude else None
-    return Case(on_sphere(heads, queries), on_sphere(groups, keys), on_sphere(groups, keys), m, noise, radial)
+    forgotten = None
+    if forgets is not None:
+        forgotten = (-positive(0.0, forgets, (batch, heads, keys)).detach().cumsum(-1)).requires_grad_()
+    qkv = on_sphere(heads, queries), on_sphere(groups, keys), on_sphere(groups, keys)
+    return Case(*qkv, m, noise, radial, forgotten)
 
 
 def run(case: Case, backend: str, upstream: dict[str, Tensor] | None = None, **options):

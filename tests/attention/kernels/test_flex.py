@@ -49,6 +49,18 @@ def test_outputs_and_gradients_of_every_leaf(kernel: str, magnitude: bool, decay
         assert (ours - theirs).abs().max() <= 1e-6 * theirs.abs().max().clamp_min(1e-3), name
 
 
+def test_a_past_that_fades() -> None:
+    torch.manual_seed(0)
+    case = make_case(queries=9, keys=14, forgets=0.5)
+    call = case.call(kernel="exponential", residual_form="dot")
+    expected = robust_attention(call, "reference")
+    outputs, truth = unfused(call), (expected.v_bar, expected.log_evidence)
+    torch.testing.assert_close(outputs, truth, rtol=1e-6, atol=1e-8)
+    leaves, upstream = (case.q, case.k, case.v, case.forgotten), [torch.randn_like(x) for x in truth]
+    actual, right = (torch.autograd.grad(x, leaves, upstream) for x in (outputs, truth))
+    torch.testing.assert_close(actual, right, rtol=1e-6, atol=1e-8)
+
+
 @torch.no_grad()
 def test_the_backend_itself_without_gradients() -> None:
     case = make_case(queries=70, groups=2, dtype=torch.float32, size=16)

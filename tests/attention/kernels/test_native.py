@@ -92,6 +92,48 @@ def test_odd_lengths_and_sizes_in_fp32(length, heads, groups, size):
     assert_same(case, "native", 2e-4, kernel="student", decay_keys=True, decay_values=True)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("radial_mode", ["off", "own", "shared"])
+@pytest.mark.parametrize(("queries", "keys"), [(17, 17), (70, 200)])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.usefixtures("poisoned_memory")
+def test_a_past_that_fades(kernel, radial_mode, queries, keys, packed):
+    case = make_case(queries=queries, keys=keys, forgets=0.5)
+    documents = (torch.arange(keys) // 9).expand(2, keys) if packed else None
+    assert_same(case, "native", 1e-9, kernel=kernel, radial_mode=radial_mode, documents=documents)
+
+
+@pytest.mark.parametrize("nu", [3.0, 4.0])
+@pytest.mark.parametrize("forgets", [0.1, 5.0, 200.0])
+@pytest.mark.usefixtures("poisoned_memory", "two_threads")
+def test_forgetting_by_squaring_in_fp32_and_beyond_what_fp32_holds(nu, forgets):
+    """200 nats at a token: nothing of the past is left, and factors on either side of a pair would overflow."""
+    case = frozen(make_case(queries=130, forgets=forgets, dtype=torch.float32), nu=nu)
+    assert_same(case, "native", 3e-4, kernel="student", decay_values=True)
+    case = frozen(make_case(queries=130, forgets=forgets), nu=nu)
+    assert_same(case, "native", 1e-9, kernel="student")
+
+
+def test_fading_soft_max_attention_with_dropped_weights_keeps_its_gradient():
+    case = make_case(queries=33, forgets=0.5)
+    call = case.call(kernel="exponential", residual_form="dot", dropout=0.3)
+    inputs = (case.q, case.k, case.v, case.forgotten)
+
+    def value(*given):
+        torch.manual_seed(3)
+        out = native_backend.native_attention(replace(call, **dict(zip(("q", "k", "v", "forgotten"), given))))
+        return (out.v_bar.sin() * torch.arange(33)[:, None]).sum() + out.log_evidence.square().sum()
+
+    gradients = torch.autograd.grad(value(*inputs), inputs)
+    for at, gradient in enumerate(gradients):
+        direction = torch.randn_like(gradient)
+        steps = [
+            value(*(x + sign * 1e-6 * direction if i == at else x for i, x in enumerate(inputs))) for sign in (1, -1)
+        ]
+        measured = (steps[0] - steps[1]) / 2e-6
+        torch.testing.assert_close((gradient * direction).sum(), measured, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(("batch", "heads"), [(1, 1), (1, 3), (3, 2)])
 @pytest.mark.parametrize("radial_mode", ["off", "own"])
 @pytest.mark.usefixtures("two_threads", "poisoned_memory")

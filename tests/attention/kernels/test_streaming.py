@@ -24,6 +24,12 @@ def test_every_switch_in_float64(kernel, magnitude, decay_keys, decay_values):
     assert_same(case, "streaming", 1e-9, kernel=kernel, decay_keys=decay_keys, decay_values=decay_values)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.usefixtures("small_chunks")
+def test_a_past_that_fades(kernel):
+    assert_same(make_case(queries=7, keys=23, forgets=0.5), "streaming", 1e-9, kernel=kernel)
+
+
 @pytest.mark.parametrize("correlation", ["vv", "qk", "one"])
 @pytest.mark.parametrize("radial_mode", ["own", "shared"])
 @pytest.mark.parametrize("backend", ["native", "streaming"])

@@ -41,6 +41,15 @@ def test_every_switch(kernel, magnitude, decay_keys, decay_values):
     assert_same(case, "triton", 2e-4, kernel=kernel, decay_keys=decay_keys, decay_values=decay_values)
 
 
+@pytest.mark.parametrize(("kernel", "learned"), [("student", True), ("student", False), ("gaussian", True)])
+@pytest.mark.parametrize("forgets", [0.5, 50.0])
+def test_a_past_that_fades(kernel, learned, forgets):
+    case = make_case(queries=19, keys=40, forgets=forgets, **SMALL)
+    case.noise.nu.requires_grad_(learned).data.fill_(3.0)
+    documents = (torch.arange(40) // 30).expand(1, 40)
+    assert_same(case, "triton", 2e-4, kernel=kernel, documents=documents)
+
+
 @pytest.mark.parametrize("length", [1, 63, 97])
 def test_odd_lengths(length):
     case = make_case(queries=length, size=16, **SMALL | dict(heads=1))
@@ -241,7 +250,7 @@ def test_frozen_noise_changes_no_other_gradient():
 def test_the_operator_is_one_that_torch_compile_can_trace():
     case = make_case(queries=5, **SMALL)
     parameters = torch.rand(len(NOISE_ROWS), 2) + 0.1
-    arguments = (case.q, case.k, case.v, case.magnitude, parameters, None, "student", False, False, True)
+    arguments = (case.q, case.k, case.v, case.magnitude, None, parameters, None, "student", False, False, True)
     torch.library.opcheck(
         triton_backend.triton_forward.traced, arguments, test_utils=("test_schema", "test_faketensor")
     )
@@ -312,7 +321,7 @@ def _within_nan(x):
 
 
 def _guarded_case(kernel):
-    case = make_case(batch=2, heads=2, groups=1, queries=21, keys=37, size=12, dtype=torch.float32)
+    case = make_case(batch=2, heads=2, groups=1, queries=21, keys=37, size=12, dtype=torch.float32, forgets=0.3)
     case.q, case.k, case.v = (_within_nan(x) for x in (case.q, case.k, case.v))
     documents = (torch.arange(37) // 9).expand(2, 37)
     return case, dict(kernel=kernel, documents=documents, decay_keys=True, decay_values=True, radial_mode="own")

@@ -43,6 +43,7 @@ template <class T> class BackwardUnit : UnitData<T> {
     T *turned, *d_out_turned, *own_values, *pairs, *d_pairs, *correlation, *predicted, *d_z;  // blocks
     T *q2, *d_q2, *shift, *inverse_sum, *delta;  // a number per query and head
     T *m_query, *d_m_query, *cosine_scale, *d_cosine_scale, *upstream, *m_bar, *radial_log;
+    T* forgotten_here;
     T *k2, *d_k2, *key_norm, *d_key_norm, *d_m;  // a number per key
     T* lags;
 
@@ -50,12 +51,12 @@ template <class T> class BackwardUnit : UnitData<T> {
     BackwardUnit(const Call& call, Tables<T>& t, int64_t item) : Base(call, t, item / call.parts), part(item % call.parts) {
         per_key_head = c.heads / c.groups, key_heads = unit.heads / per_key_head;
         const int64_t n = unit.heads, block = BLOCK * BLOCK, panel = c.size * BLOCK;
-        Pieces<T> pieces{scratch<T>(2 * n * panel + (n + 4) * block + c.groups * panel + (5 * n + 7) * BLOCK +
+        Pieces<T> pieces{scratch<T>(2 * n * panel + (n + 4) * block + c.groups * panel + (6 * n + 7) * BLOCK +
                                     (2 * key_heads + 2) * (c.keys + 16) + (n + 1) * LAG_ROWS * tables.length + 16)};
         turned = pieces.take(n * panel), d_out_turned = pieces.take(n * panel), own_values = pieces.take(c.groups * panel);
         pairs = pieces.take(n * block), d_pairs = pieces.take(block), correlation = pieces.take(block);
         predicted = pieces.take(block), d_z = pieces.take(block);
-        for (T** x : {&q2, &d_q2, &shift, &inverse_sum, &delta}) *x = pieces.take(n * BLOCK);
+        for (T** x : {&q2, &d_q2, &shift, &inverse_sum, &delta, &forgotten_here}) *x = pieces.take(n * BLOCK);
         for (T** x : {&m_query, &d_m_query, &cosine_scale, &d_cosine_scale, &upstream, &m_bar, &radial_log})
             *x = pieces.take(BLOCK);
         k2 = pieces.take(key_heads * c.keys), d_k2 = pieces.take_zeros(key_heads * c.keys);
@@ -129,6 +130,7 @@ template <class T> class BackwardUnit : UnitData<T> {
         for (T* x : {m_query, d_cosine_scale, d_m_query, upstream, m_bar, radial_log}) std::fill_n(x, BLOCK, T(0));
         for (T* x : {d_q2, delta, shift, inverse_sum}) std::fill_n(x, unit.heads * BLOCK, T(0));  // no query: weight 0
         this->measure_queries(q, turned, q2, cosine_scale, own_values);
+        this->measure_forgotten(q, forgotten_here);
         for (int64_t i = 0; i < q.count && c.radial != OFF; ++i) {
             const int64_t at = unit.batch * c.queries + q.first + i;
             m_query[i] = magnitude[q.position + i];
@@ -159,21 +161,29 @@ template <class T> class BackwardUnit : UnitData<T> {
         LagSums<T> sums = lag_sums(h);
         T *lag_g = sums.at(L_G), *lag_gated = sums.at(L_GATED), *lag_rest = sums.at(L_REST), *lag_own = sums.at(L_OWN);
         T* lag_decayed = sums.at(L_DECAYED);
+        const T* forgotten = this->forgotten(h);
+        T* d_forgotten = (T*)c.d_forgotten + ((part * c.batch + unit.batch) * c.heads + unit.first_head + h) * c.keys;
         Vec<T> d_shape{};
         for (int64_t j = 0; j < k.count; ++j) {
             T *dot = pairs + (h * BLOCK + j) * BLOCK, *d_weight = d_pairs + j * BLOCK;
             const int64_t from = first_lane<T>(q, k.first + j), key_at = h / per_key_head * c.keys + k.first + j;
             const Key<T> key{k2[key_at], this->m2(k.first + j)};
-            Vec<T> sum_k2{}, sum_m2{};
+            const T forgotten_key = forgotten ? forgotten[k.first + j] : T(0);
+            Vec<T> sum_k2{}, sum_m2{}, sum_g{};
             for (int64_t i = 0; i < from; i += WIDTH<T>) store<T>(dot + i, Vec<T>{}), store<T>(d_weight + i, Vec<T>{});
             for (int64_t i = from; i < q.lanes; i += WIDTH<T>) {
                 const int64_t lag = q.position + i - k.first - j;
                 const Vec<T> s = load(dot + i);
                 auto p = pair<T, FORM, DECAY>(head, key, s, load(q2 + h * BLOCK + i), lag);
                 if (documents) p.kappa = this->same_document(q, i, k.first + j) ? p.kappa : Vec<T>{};
-                const Vec<T> weight = p.kappa * load(inverse_sum + h * BLOCK + i) *
-                                      (FORM == POWER ? squared<T>(p.inverse, head.squarings)
-                                                     : exp2<T>(p.log2_weight - load(shift + h * BLOCK + i)));
+                Vec<T> faded{}, weight = p.kappa * load(inverse_sum + h * BLOCK + i);
+                if (forgotten) faded = Base::faded(forgotten_here + h * BLOCK + i, forgotten_key);
+                if constexpr (FORM == POWER) {
+                    weight *= squared<T>(p.inverse, head.squarings);
+                    if (forgotten) weight *= exp2<T>(faded);
+                } else {
+                    weight *= exp2<T>(p.log2_weight + faded - load(shift + h * BLOCK + i));
+                }
                 Vec<T> d_applied = load(d_weight + i), applied = weight;
                 if (DECAY) applied *= load(head.value_decay + lag);
                 if (drops) applied *= kept<T>(c, unit.batch, unit.first_head + h, q.position + i, k.first + j);
@@ -193,6 +203,7 @@ template <class T> class BackwardUnit : UnitData<T> {
                 const Vec<T> gated = p.free <= all<T>(head.cap) ? by_y : Vec<T>{};
                 add_to<T>(d_q2 + h * BLOCK + i, d_r2);
                 add_to<T>(lag_g + lag, g);
+                sum_g += g;
                 add_to<T>(lag_gated + lag, gated);
                 if (numerator) {
                     const Vec<T> rest = (g - gated) / p.n;
@@ -213,6 +224,7 @@ template <class T> class BackwardUnit : UnitData<T> {
                 }
             }
             d_k2[key_at] += total<T>(sum_k2);
+            if (forgotten) d_forgotten[k.first + j] -= total<T>(sum_g);
             if (magnitude && magnitude[k.first + j] >= T(c.least_magnitude)) d_m[k.first + j] += 2 * magnitude[k.first + j] * total<T>(sum_m2);
         }
         noise_out(h)[SHAPE] += double(total<T>(d_shape)) / double(head.shape);

@@ -25,16 +25,18 @@ struct Call {
     // B batch, H query heads, G key heads, T queries = the last of S keys, Dh channels (a multiple of the vector width).
     int64_t batch, heads, groups, queries, keys, size;
     int64_t kernel, decay_keys, decay_values, dot_form, radial, correlation;
-    int64_t parts, threads, seed, learns_shape;
+    int64_t parts, threads, seed, learns_shape, forgotten_row;  // the last: from one head to the next
     double half, dropout, cap, least_magnitude;
     Strides q_at, k_at, v_at, out_at, d_out_at, dq_at;
     const void *q, *k, *v, *magnitude, *documents;  // magnitude, documents (B,S) or null
+    const void* forgotten;                          // (B,H,·) running sums of log λ, or null
     const double *noise, *radial_noise;             // (NOISE_ROWS,H), (RADIAL_ROWS,)
     void *out, *evidence;                           // (B,H,T,Dh), (B,H,T)
     void *sums, *shifts;                            // (B,H,T): evidence = log(sum·2^shift), shift 0 where sums allow it
     void *m_bar, *radial_evidence, *head_m_bar;     // (B,T), own: (B,T), shared: (B,H,T)
     const void *d_out, *d_evidence, *d_m_bar;
     void *dq, *dk, *dv, *d_magnitude;  // dk, dv (parts,B,G,S,Dh), d_magnitude (parts,B,units,S), all zeroed
+    void* d_forgotten;                 // (parts,B,H,S), zeroed: the keys' share; a query's is that of its evidence
     double *d_noise, *d_radial;        // (parts,B,H,NOISE_ROWS), (parts,B,RADIAL_ROWS), zeroed
 
     int64_t blocks() const;  // of queries

@@ -10,7 +10,9 @@ struct Decode {
     int64_t q_row, k_row, v_row, cache_row, magnitude_row;  // distance of a row from the next
     double radius, eps, alpha, beta, clamp;                 // radius 0: q and k stay as they are; clamp < 0: none
     const void *q, *k, *v, *cos, *sin;                      // (rows,H·Dh), (rows,G·Dh) twice, (Dh/2) twice
-    void *keys, *values, *magnitudes, *out;                 // caches (rows,G,·,Dh), (rows,·) or null; (rows,H·Dh)
+    void *keys, *values, *magnitudes;  // caches (rows,G,·,Dh), (rows,·) or null
+    const void* log_forget;            // (rows,H), of the new tokens
+    void *forgotten, *out;   // running sums (rows,H,·) or null; (rows,H·Dh)
     void* tables;
 };
 
@@ -32,6 +34,12 @@ template <class T> class DecodeRow {
                     row * d.cache_row + at * c.k_at.token);
         c.q = query, c.k = (T*)d.keys + row * d.cache_row, c.v = (T*)d.values + row * d.cache_row;
         if (d.magnitudes) ((T*)(c.magnitude = (T*)d.magnitudes + row * d.magnitude_row))[at] = m;
+        if (d.forgotten) {
+            T* sums = (T*)d.forgotten + row * c.heads * c.forgotten_row;
+            c.forgotten = sums;
+            for (int64_t h = 0; h < c.heads; ++h, sums += c.forgotten_row)
+                sums[at] = (at ? sums[at - 1] : T(0)) + ((const T*)d.log_forget)[row * c.heads + h];
+        }
         c.out = mean, c.evidence = evidence, c.sums = sums, c.shifts = shifts;
         c.m_bar = &m_bar, c.radial_evidence = &radial_evidence, c.head_m_bar = head_m_bar;
     }

@@ -11,19 +11,21 @@ template <class T> class ForwardBlock : UnitData<T> {
     Queries q;
     T *turned, *own_values, *pairs, *correlation, *logits;   // blocks
     T *q2, *sums, *maxima, *shared, *m_query, *cosine_scale;  // a number per query (and head)
-    T *radial_max, *radial_sum, *radial_z;
+    T *radial_max, *radial_sum, *radial_z, *forgotten_here;
 
    public:
     ForwardBlock(const Call& call, Tables<T>& t, int64_t item) : Base(call, t, item / call.blocks()) {
         // The longest rows first: nobody waits for a late long one.
         q = Queries::of<T>(c, c.blocks() - 1 - item % c.blocks());
         const int64_t n = unit.heads, block = BLOCK * BLOCK, panel = c.size * BLOCK;
-        Pieces<T> pieces{scratch<T>((n + 2) * block + (n + c.groups) * panel + (4 * n + 8) * BLOCK)};
+        Pieces<T> pieces{scratch<T>((n + 2) * block + (n + c.groups) * panel + (5 * n + 8) * BLOCK)};
         turned = pieces.take(n * panel), own_values = pieces.take(c.groups * panel);
         pairs = pieces.take(n * block), correlation = pieces.take(block), logits = pieces.take(block);
         q2 = pieces.take(n * BLOCK), sums = pieces.take(n * BLOCK), maxima = pieces.take(n * BLOCK);
         shared = pieces.take(n * BLOCK), m_query = pieces.take_zeros(BLOCK), cosine_scale = pieces.take(BLOCK);
         radial_max = pieces.take(BLOCK), radial_sum = pieces.take(BLOCK), radial_z = pieces.take(BLOCK);
+        forgotten_here = pieces.take(n * BLOCK);
+        this->measure_forgotten(q, forgotten_here);
         this->measure_queries(q, turned, q2, cosine_scale, own_values);
         for (int64_t i = 0; magnitude && i < q.count; ++i) m_query[i] = magnitude[q.position + i];
     }
@@ -73,19 +75,24 @@ template <class T> class ForwardBlock : UnitData<T> {
         const Head<T> head = heads[h];
         T *sum = sums + h * BLOCK, *top = maxima + h * BLOCK, *z_sum = shared + h * BLOCK;
         const bool shares = c.radial == SHARED, drops = c.dropout > 0;
+        const T* forgotten = this->forgotten(h);
         for (int64_t j = 0; j < k.count; ++j) {
             T *row = pairs + (h * BLOCK + j) * BLOCK, *z = correlation + j * BLOCK;
             const int64_t from = first_lane<T>(q, k.first + j);
             const Key<T> key{c.dot_form ? 0 : square_norm(key_rows(h, k.first + j), c.size), this->m2(k.first + j)};
+            const T forgotten_key = forgotten ? forgotten[k.first + j] : T(0);
             for (int64_t i = 0; i < from; i += WIDTH<T>) store<T>(row + i, Vec<T>{});
             for (int64_t i = from; i < q.lanes; i += WIDTH<T>) {
                 const int64_t lag = q.position + i - k.first - j;
                 auto p = pair<T, FORM, DECAY>(head, key, load(row + i), load(q2 + h * BLOCK + i), lag);
                 if (documents) p.kappa = this->same_document(q, i, k.first + j) ? p.kappa : Vec<T>{};
-                Vec<T> weight;
+                Vec<T> weight, faded{};
+                if (forgotten) faded = Base::faded(forgotten_here + h * BLOCK + i, forgotten_key);
                 if constexpr (FORM == POWER) {
                     weight = p.kappa * squared<T>(p.inverse, head.squarings);
+                    if (forgotten) weight *= exp2<T>(faded);
                 } else {
+                    p.log2_weight += faded;
                     if (phase == FIND_MAXIMUM) {
                         Vec<T> seen = p.kappa > Vec<T>{} ? p.log2_weight : all<T>(NEVER);
                         store<T>(top + i, larger(load(top + i), seen));

@@ -9,6 +9,7 @@ struct Layer {
     int64_t outputs[2];                           // of the projections, which write q, k and v side by side
     double eps;
     const void *projections[2], *out, *up, *down, *norms[2];  // matrices (outputs, inputs); gains
+    const void *gate, *gate_offset;  // of forgetting: (heads,width) or null, (heads)
     void *x, *memory;                                         // the stream (rows,width), overwritten; scratch
 };
 
@@ -47,7 +48,7 @@ template <class T, class Share> void layer(const Layer& l, Share share) {
     const Call& c = l.heads->call;
     const int64_t inner = c.heads * c.size, projected = inner + 2 * c.groups * c.size, up = l.hidden * (1 + l.gated);
     T *x = (T*)l.x, *normed = (T*)l.memory, *qkv = normed + l.rows * l.width, *estimates = qkv + l.rows * projected;
-    T *before = estimates + l.rows * inner, *after = before + l.rows * up;
+    T *before = estimates + l.rows * inner, *after = before + l.rows * up, *log_forget = after + l.rows * l.hidden;
     auto norm = [&](int which) {
         for (int64_t row = 0; row < l.rows; ++row)
             normed_row(x + row * l.width, (const T*)l.norms[which], l.width, T(l.eps), normed + row * l.width);
@@ -58,6 +59,15 @@ template <class T, class Share> void layer(const Layer& l, Share share) {
     Decode heads = *l.heads;
     heads.q = qkv, heads.k = qkv + inner, heads.v = qkv + inner + c.groups * c.size;
     heads.q_row = heads.k_row = heads.v_row = projected;
+    for (int64_t row = 0; heads.forgotten && row < l.rows; ++row)
+        for (int64_t h = 0; h < c.heads; ++h) {
+            Vec<T> sum{};
+            for (int64_t i = 0; l.gate && i < l.width; i += WIDTH<T>)
+                sum += load((const T*)l.gate + h * l.width + i) * load(normed + row * l.width + i);
+            const T z = total<T>(sum) + ((const T*)l.gate_offset)[h];
+            log_forget[row * c.heads + h] = std::min(z, T(0)) - std::log1p(std::exp(-std::fabs(z)));
+        }
+    heads.log_forget = log_forget;
     share(l.rows, l.rows * c.keys * inner,
           [&](int64_t row) { DecodeRow<T>(heads, row).run(estimates + row * inner); });
     auto add = [&](const void* matrix, int64_t inputs, const T* from, bool across) {

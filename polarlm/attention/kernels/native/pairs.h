@@ -125,6 +125,17 @@ template <class T> struct UnitData {
         const T m = magnitude ? std::max(magnitude[j], T(c.least_magnitude)) : 1;
         return m * m;
     }
+    const T* forgotten(int64_t h) const {  // running sums of log λ
+        return c.forgotten ? (const T*)c.forgotten + (unit.batch * c.heads + unit.first_head + h) * c.forgotten_row : nullptr;
+    }
+    void measure_forgotten(Queries q, T* of_queries) const {
+        std::fill_n(of_queries, unit.heads * BLOCK, T(0));
+        for (int64_t h = 0; c.forgotten && h < unit.heads; ++h)
+            for (int64_t i = 0; i < q.count; ++i) of_queries[h * BLOCK + i] = forgotten(h)[q.position + i];
+    }
+    // log2 of what a key counts after the λ between it and the queries; never above 0, also where nothing is seen.
+    // The difference first: sums over many tokens are large, and their last digits are what counts.
+    static Vec<T> faded(const T* of_queries, T of_key) { return smaller(load(of_queries) - of_key, all<T>(0)) * T(LOG2E); }
     IntVec<T> same_document(Queries q, int64_t i, int64_t key) const {
         IntVec<T> ids;
         std::memcpy(&ids, documents + q.position + i, sizeof ids);  // the caller pads documents by a vector

@@ -1,0 +1,75 @@
+"""Forgetting led by the content: every token says, per head, how much of all that came before it still counts.
+
+lambda_t = sigmoid(w_h . x_t + b_h), and what a key at j tells a query at i counts lambda_{j+1} ... lambda_i times as much:
+the fading memory of a filter whose state may change abruptly (docs/theory.md). Only sums of log lambda are needed.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from polarlm.attention.estimator import Value, choice, per_head
+from polarlm.attention.mixer import MixerShape, TokenContext
+
+FORGETTING = ("none", "constant", "content")  # constant: lambda is a learned number of the head, w = 0
+FORGOTTEN = "forgotten"  # where a cache keeps the running sums of log lambda
+PAIR_FLOPS = 2  # of one difference of sums and its exponential, per pair and head
+
+
+class ForgetGate(nn.Module):
+    """log lambda of every head. Not a linear map of the stream, so Muon leaves it to AdamW.
+
+    A mixer that reads the raw stream has it normalised.
+    """
+
+    def __init__(self, shape: MixerShape, kind: str, bias: Value, *, raw_stream: bool = False) -> None:
+        super().__init__()
+        size = (shape.n_head, shape.d_model)
+        drawn = torch.randn(size) * shape.initial.hidden(shape.d_model) if kind == "content" else None
+        self.weight = None if drawn is None else nn.Parameter(drawn)
+        self.offset = nn.Parameter(per_head("forget_bias", bias, shape.n_head).float())
+        self.eps = shape.norm_eps if raw_stream else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, d) -> (B, H, T), in fp32 or better: sums over many tokens are taken of it."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        if self.eps is not None:
+            x = F.rms_norm(x, x.shape[-1:], eps=self.eps)
+        with torch.autocast(x.device.type, enabled=False):
+            offset = self.offset.to(wide)
+            if self.weight is None:
+                return F.logsigmoid(offset)[:, None].expand(x.shape[0], -1, x.shape[1])
+            return F.logsigmoid(F.linear(x.to(wide), self.weight.to(wide), offset)).transpose(1, 2)
+
+    def forgotten(self, x: Tensor, context: TokenContext) -> Tensor:
+        """Running sums of log lambda of the tokens x and of those in the cache, (B, H, S); the cache takes them."""
+        log_forget = self(x)
+        if context.record is not None:
+            context.record["log_forget"] = log_forget
+        sums = log_forget.cumsum(-1)
+        if context.cache is None:
+            return sums
+        seen = context.cache.running.get(FORGOTTEN)
+        if seen is not None:
+            sums = torch.cat([seen.to(sums.dtype), sums + seen[..., -1:].to(sums.dtype)], dim=-1)
+        context.cache.running[FORGOTTEN] = sums
+        return sums
+
+    def flops_per_token(self, visible: float) -> int:
+        """The gate's rows, and what is done to the `visible` pairs of a token."""
+        rows = 0 if self.weight is None else 2 * self.weight.numel()
+        return rows + int(PAIR_FLOPS * visible * len(self.offset))
+
+
+def forget_gate(kind: str, bias: Value, shape: MixerShape, *, raw_stream: bool = False) -> ForgetGate | None:
+    """The gate that `block.forgetting` names."""
+    if choice("forgetting", kind, FORGETTING) == "none":
+        return None
+    return ForgetGate(shape, kind, bias, raw_stream=raw_stream)
+
+
+def fading(forgotten: Tensor, queries: int) -> Tensor:
+    """log of what a key still counts for each of the last `queries` tokens, (B, H, T, S); no meaning in the future."""
+    return forgotten[..., -queries:, None] - forgotten[..., None, :]
