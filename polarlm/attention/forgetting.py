@@ -1,7 +1,7 @@
 """Forgetting led by the content: every token says, per head, how much of all that came before it still counts.
 
-lambda_t = sigmoid(w_h . x_t + b_h), and what a key at j tells a query at i counts lambda_{j+1} ... lambda_i times as much:
-the fading memory of a filter whose state may change abruptly (docs/theory.md). Only sums of log lambda are needed.
+lambda_t = sigmoid(w_h . x_t + b_h), and what a key at j tells a query at i counts lambda_{j+1} ... lambda_i times as
+much: the fading memory of a filter whose state may change abruptly (docs/theory.md). Only sums of log lambda are needed.
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ class ForgetGate(nn.Module):
         if seen is not None:
             sums = torch.cat([seen.to(sums.dtype), sums + seen[..., -1:].to(sums.dtype)], dim=-1)
         context.cache.running[FORGOTTEN] = sums
+        decoder = getattr(context.cache, "decoder", None)
+        if decoder is not None:  # which has sums of its own and must know of these
+            decoder.remember(sums)
         return sums
 
     def flops_per_token(self, visible: float) -> int:

@@ -343,7 +343,9 @@ class PolarAttention(Mixer):
         attention = robust_flops(context, self.shape.n_head, self.rotary_dim, correlation)
         attention += (self.irls_steps - 1) * robust_flops(context, self.shape.n_head, self.rotary_dim)
         attention += self.head_gate.flops_per_token() if self.head_gate is not None else 0
-        attention += self.forget.flops_per_token(self.irls_steps * mean_visible(context)) if self.forget is not None else 0
+        attention += (
+            self.forget.flops_per_token(self.irls_steps * mean_visible(context)) if self.forget is not None else 0
+        )
         gate = self.consensus, self.radial_correlation
         attention += self.irls_steps * gate_flops(context, self.shape.n_head, self.rotary_dim, *gate)
         widened = sum(name in self.estimator for name in ("widen_q", "widen_k", "widen_k"))  # a key's also kappa

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 # Switches that the recipe passes on whatever they are, and those that must have the value given here. A test holds both
 # together against the block's signature, so that a new switch has to say which it is.
 PASSED_ON = ("projection", "radial", "radial_correlation", "rotate_values", "lift", "evidence_clamp", "alpha_over_m",
-             "residual_form", "forgetting", "forget_bias", "value_weight_decay", "project_stream", "frozen")  # fmt: skip
+             "residual_form", "forgetting", "forget_bias", "value_weight_decay", "project_stream",
+             "frozen")  # fmt: skip
 REQUIRED = {
     "norm_position": "both",
     "norm_scope": "per_head",

@@ -33,6 +33,8 @@ from polarlm.geometry.robust import causal_mask
 class StandardAttention(Mixer):
     """Causal multi-head attention of a pre-norm GPT; `rotate_values` transports values like keys (RoVE)."""
 
+    backend = "auto"  # of robust attention, which forgetting goes through
+
     def __init__(
         self,
         shape: MixerShape,
@@ -133,7 +135,7 @@ class StandardAttention(Mixer):
 
     def decoder(self, x: Tensor, context: TokenContext) -> Any:
         """Of the recipe."""
-        return decoder_for(x, context, "auto", self._recipe)
+        return decoder_for(x, context, self.backend, self._recipe)
 
     def projections(self) -> tuple[nn.Linear, ...]:
         """All three in one."""
@@ -175,7 +177,7 @@ class StandardAttention(Mixer):
             documents=documents,
             dropout=self.shape.dropout if self.training else 0.0,
         )
-        return robust_attention(call).v_bar
+        return robust_attention(call, self.backend).v_bar
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, bias: Tensor | None) -> Tensor:
         queries, keys = q.shape[2], k.shape[2]

@@ -21,7 +21,9 @@ IRRELEVANT = (
 SOLVED = {"parameters": "model.ffn_width", "flops": "model.ffn_width", "seconds": "trainer.max_steps"}
 # Settings of blocks that came later, with the value at which a block is what it was without them.
 ADDED = {"block.forgetting": "none"}
-ONLY_WITH = {"forget_bias": "forgetting"}  # settings of a block that say nothing where another one is added at that value
+ONLY_WITH = {
+    "forget_bias": "forgetting"
+}  # settings of a block that say nothing where another one is added at that value
 IRRELEVANT_TRAINER = (
     "accelerator", "devices", "nodes", "strategy", "log_every", "val_every",
     "checkpoint_every", "keep_checkpoints", "on_nonfinite", "max_incidents", "spike_z",

@@ -41,12 +41,13 @@ def polar_attention(x, weights, p, s, *, heads, groups, base=10000.0, documents=
     if s["uncertainty"] == "carry":  # G.3: P- = 1/(a/P+ + b), of every token and head
         prior = 1 / (p["relax_a"] / np.exp(before) + p["relax_b"])
 
+    kept = [gate(stream, weights, s, heads) for stream in x]
     out = []
     for i in range(tokens):
         past = [j for j in range(i + 1) if documents[j] == documents[i]]
         for _ in range(s["irls_steps"] - 1):  # what the keys agree on takes the query's place
             for h in range(heads):
-                w, _ = weigh(logits(h, i, past, q_turned[i][h], k_turned, of, m, p, s, prior))
+                w, _ = weigh(logits(h, i, past, q_turned[i][h], k_turned, of, m, p, s, prior, kept))
                 if s["consensus"] != "none":
                     keys = [k_turned[j][of[h]] for j in past]
                     w = [a * g for a, g in zip(w, gates(h, i, past, q_turned[i][h], keys, m, p, s, "qk"))]
@@ -54,7 +55,7 @@ def polar_attention(x, weights, p, s, *, heads, groups, base=10000.0, documents=
                 q_turned[i][h] = mean / rms(mean) * p["radius"] * math.sqrt(0.5)
         means, evidence, directional = [], [], []
         for h in range(heads):
-            w, log_total = weigh(logits(h, i, past, q_turned[i][h], k_turned, of, m, p, s, prior))
+            w, log_total = weigh(logits(h, i, past, q_turned[i][h], k_turned, of, m, p, s, prior, kept))
             directional.append(w)
             here = v_turned[i][of[h]]
             if s["consensus"] != "none":  # v + sum A (g v_j - Re g v)
@@ -78,8 +79,7 @@ def polar_attention(x, weights, p, s, *, heads, groups, base=10000.0, documents=
             delta_m = radial(i, past, correlation, directional, m, p, s) - m[i]
         taken = step(own, means, evidence, m[i], delta_m, p, s)
         if s["head_gate"]:
-            stream = x[i] if s["norm_position"] == "both" else x[i] / math.sqrt((x[i] ** 2).mean() + NORM)
-            taken = np.repeat(2 / (1 + np.exp(-weights["head_gate"] @ stream)), size) * taken
+            taken = np.repeat(2 / (1 + np.exp(-weights["head_gate"] @ normed(x[i], s))), size) * taken
         if s["tie_output"]:  # the mean over the query heads of a value head, through W_v transposed
             taken = taken.reshape(groups, heads // groups, size).mean(1).flatten()
         out.append((weights["v"].T if s["tie_output"] else weights["out"]) @ taken)
@@ -113,6 +113,19 @@ def project(z, first, weights, p, s, heads, groups):
     if s["norm_gain"] == "channel":
         q, k = q * weights["q_gain"], k * weights["k_gain"]
     return z, q, k, v.reshape(groups, size), m
+
+
+def normed(x, s):
+    """The stream of a token as gates see it."""
+    return x if s["norm_position"] == "both" else x / math.sqrt((x**2).mean() + NORM)
+
+
+def gate(x, weights, s, heads):
+    """How much of the past a token leaves to every head."""
+    if s["forgetting"] == "none":
+        return np.ones(heads)
+    said = weights["forget"] @ normed(x, s) if s["forgetting"] == "content" else 0.0
+    return 1 / (1 + np.exp(-(said + weights["forget.offset"])))
 
 
 def frequencies(s, weights, groups, size, base):
@@ -161,8 +174,8 @@ def carried(m, mu, lag, p):
     return rest + (m - rest) * math.exp(-mu * lag)
 
 
-def logits(h, i, past, query, k_turned, of, m, p, s, prior):
-    """log(w kappa) of every visible key."""
+def logits(h, i, past, query, k_turned, of, m, p, s, prior, kept):
+    """log(w kappa) of every visible key, kappa times what the tokens after the key have left of it."""
     values = []
     for j in past:
         decay2 = math.exp(-2 * p["mu"][h] * (i - j))
@@ -170,7 +183,7 @@ def logits(h, i, past, query, k_turned, of, m, p, s, prior):
         information = carried(magnitude, p["mu"][h], i - j, p) ** 2 + p["m_inf"] ** 2
         variance = p["eta_tk"][h] ** 2 * decay2 + p["sigma_t0"][h] ** 2
         of_key = 0.0 if prior is None else p.get("widen_k", np.zeros(9))[h] / prior[j, h]
-        kappa = 1 / (variance / information + of_key)
+        kappa = 1 / (variance / information + of_key) * math.prod(kept[t][h] for t in range(j + 1, i + 1))
         key = k_turned[j][of[h]]
         if s["kernel"] == "gaussian":
             values.append(math.log(kappa))

@@ -32,7 +32,7 @@ def rotary(mixer) -> tuple[torch.Tensor, torch.Tensor]:
 
 def constant_precision(**switches) -> PolarAttention:
     """Polar with constant kappa, the exponential kernel, un-normalised values, and no radial channel (beta = 0)."""
-    switches = {"rotate_values": False, "projection": "none"} | switches
+    switches = {"rotate_values": False, "projection": "none", "forgetting": "none"} | switches
     groups = switches.pop("groups", None)
     return PolarAttention(
         shape(groups=groups),
@@ -177,6 +177,7 @@ def test_rfa_without_decay_has_polars_directional_weights(kernel):  # K12
         m_inf=0.0,
         radial="none",
         magnitude="unit",
+        forgetting="none",
         **polar_noise,
     )
     with torch.no_grad():

@@ -22,6 +22,7 @@ SWITCHES = {
     "radial_correlation": ["vv", "qk", "one"],
     "rotate_values": [True, False],
     "frequencies": ["shared", "per_head", "learned"],
+    "forgetting": ["none", "constant", "content"],
     "head_gate": [False, False, True],
     "value_residual": [False, False, True],
     "transport": ["rotary", "phases", "unitary"],
@@ -122,7 +123,7 @@ def test_polar_is_the_papers_algorithm(number):
     mixer = PolarAttention(shape, **scalars, **switches, mu_r=other["mu_r"], widen_k=other["widen_k"]).double()
     with torch.no_grad():
         for name, parameter in mixer.named_parameters():
-            if any(part in name for part in ("log_frequency", "gain", "estimator", "share")):
+            if any(part in name for part in ("log_frequency", "gain", "estimator", "share", "forget.offset")):
                 parameter.add_(0.2 * torch.randn_like(parameter))
             elif "transport.angles" in name or "head_gate" in name:  # fresh ones are zero
                 parameter.normal_()

@@ -31,7 +31,10 @@ class _Decode(ctypes.Structure):
         *[(name, ctypes.c_int64) for name in ("q_row", "k_row", "v_row", "cache_row", "magnitude_row")],
         *[(name, ctypes.c_double) for name in ("radius", "eps", "alpha", "beta", "clamp")],
         *[(name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin")],
-        *[(name, ctypes.c_void_p) for name in ("keys", "values", "magnitudes", "log_forget", "forgotten", "out", "tables")],
+        *[
+            (name, ctypes.c_void_p)
+            for name in ("keys", "values", "magnitudes", "log_forget", "forgotten", "out", "tables")
+        ],
     ]
 
 
@@ -109,15 +112,17 @@ def takes_decoding(x: Tensor, cache: Any) -> bool:
 class Decoder:
     """One layer's generation: appends a token to the caches it was made for, and gives what leaves the heads."""
 
-    def __init__(self, recipe: Recipe, keys: Tensor, values: Tensor, magnitudes: Tensor | None, forgotten: Tensor | None = None) -> None:
+    def __init__(
+        self, recipe: Recipe, keys: Tensor, values: Tensor, magnitudes: Tensor | None, forgotten: Tensor | None = None
+    ) -> None:
         rows, groups, capacity, size = keys.shape
         self.capacity, self.heads = capacity, recipe.heads
         radial = None if recipe.radial is None else recipe.radial.rows(torch.float64)
         noise = recipe.noise.rows(recipe.kernel, torch.float64)
         self._alive = (keys, values, magnitudes, noise, radial)
         self.forgotten = keys.new_zeros(rows, recipe.heads, capacity) if recipe.forgets else None  # sums of log λ
-        if self.forgotten is not None and forgotten is not None:
-            self.forgotten[..., : forgotten.shape[-1]] = forgotten
+        if forgotten is not None:
+            self.remember(forgotten)
         self._library = library("float")
         self._row = Strides(0, size, size)  # one query: its heads lie side by side
         call = Call(
@@ -142,6 +147,11 @@ class Decoder:
         make.restype, drop.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
         decode.tables = make(ctypes.byref(call))
         weakref.finalize(self, drop, decode.tables)
+
+    def remember(self, forgotten: Tensor) -> None:
+        """The sums of log λ of all tokens so far, of tokens that did not come through here."""
+        if self.forgotten is not None:
+            self.forgotten[..., : forgotten.shape[-1]] = forgotten
 
     def after(self, stored: int, cos: Tensor, sin: Tensor) -> _Decode:
         """The description of the token after `stored` others, without its projections."""

@@ -51,7 +51,9 @@ def begin(x, S: tl.constexpr):
     document = load_each(x.documents, batch * x.keys, at, valid, -1, 1)
     end = tl.minimum(x.keys, x.keys - x.queries + (block + 1) * S.block_q)
     forgotten = load_each(x.forgotten, row * x.keys, at, valid, 0.0, 1)
-    return Queries(row, batch, head, block, blocks, i, at, valid, tile, q2, document, forgotten, load_noise(x, head), end)
+    return Queries(
+        row, batch, head, block, blocks, i, at, valid, tile, q2, document, forgotten, load_noise(x, head), end
+    )
 
 
 @triton.jit
