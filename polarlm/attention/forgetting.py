@@ -1,7 +1,7 @@
 """Forgetting led by the content: every token says, per head, how much of all that came before it still counts.
 
 lambda_t = sigmoid(w_h . x_t + b_h), and what a key at j tells a query at i counts lambda_{j+1} ... lambda_i times as
-much: the fading memory of a filter whose state may change abruptly (docs/theory.md). Only sums of log lambda are needed.
+much: the fading memory of a filter whose state may change abruptly (docs/theory.md). Sums of log lambda suffice.
 """
 
 from __future__ import annotations

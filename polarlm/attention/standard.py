@@ -72,7 +72,8 @@ class StandardAttention(Mixer):
         """y_i = sum_j softmax(q_i . k_j / sqrt(Dh)) v_j, per head, then W_o."""
         if decoder := self.decoder(x, context):
             log_forget = None if self.forget is None else self.forget(x)
-            return self.out(decode(decoder, context, *self._projected(x), log_forget))
+            q, k, v = self._projected(x)
+            return self.out(decode(decoder, context, q, k, v, log_forget))
         turns: Turns = self.frequencies(context)
         placed = None
         if self._only_turns() and context.record is None:

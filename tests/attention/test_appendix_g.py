@@ -22,7 +22,7 @@ NO_FLOORS = dict(m_inf=0.0, mu=0.0)  # the gate is derived without them (E34)
 
 def run(x, seed=3, context=None, shape=SHAPE, **switches):
     torch.manual_seed(seed)
-    mixer = PolarAttention(shape, **switches).to(x.dtype)
+    mixer = PolarAttention(shape, **{"forgetting": "none"} | switches).to(x.dtype)  # the paper has none
     record: dict = {}
     tables = rotary_tables(torch.arange(x.shape[1]), mixer.rotary_dim, dtype=x.dtype)
     positions = torch.arange(x.shape[1])
@@ -141,7 +141,7 @@ def test_x4_complex_axes_keep_every_phase():
     x = stream(1, LENGTH, WIDTH)
     switches = dict(radial="none", sigma_r0=1e6, eta_rk=0.0, kernel="gaussian", norm_position="post")
     torch.manual_seed(3)
-    mixer = PolarAttention(SHAPE, **still("complex", **switches)).double()
+    mixer = PolarAttention(SHAPE, forgetting="none", **still("complex", **switches)).double()
     outputs = []
     for angle in (0.0, 0.7):
         v = torch.complex(*mixer.v(x).unflatten(-1, (4, 8)).chunk(2, dim=-1)).detach()

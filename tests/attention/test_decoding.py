@@ -165,6 +165,7 @@ def test_every_switch_of_rfa_is_known_to_its_recipe() -> None:
 
 
 def test_every_switch_of_standard_is_known_to_its_recipe() -> None:
-    known = {"shape", "qk_norm", "rotate_values", "frequencies", "head_gate", "value_residual"}
+    known = {"shape", "qk_norm", "rotate_values", "frequencies", "forgetting", "forget_bias"}
+    known |= {"head_gate", "value_residual"}
     elsewhere = {"qk_gain", "project_stream"}  # where QK-norm's gains start; outside the mixer (model/decoding.py)
     assert set(inspect.signature(StandardAttention).parameters) == known | elsewhere

@@ -42,7 +42,7 @@ def test_a_constant_rate_is_the_papers_decay_of_precision_without_floors():
 
 
 def test_a_filter_with_a_forgetting_factor_has_the_same_mean():
-    """The recursion P <- lambda P + kappa, mean <- (lambda P mean + kappa z)/P, of a head that only knows precisions."""
+    """Recursion P <- lambda P + kappa, mean <- (lambda P mean + kappa z)/P, of a head that knows precisions only."""
     torch.manual_seed(1)
     switches = dict(kernel="gaussian", projection="none", rotate_values=False, mu=0.0)
     mixer = PolarAttention(shape(), **switches).double()

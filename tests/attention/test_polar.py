@@ -149,7 +149,7 @@ def test_values_lie_on_the_sphere_exactly_when_asked(norm_position, norm_values)
 
 def test_unit_magnitude_keeps_the_prior_over_lags():
     """m = 1 for every token is transported like any other magnitude; near tokens still count more."""
-    mixer = PolarAttention(SHAPE, magnitude="unit", radial="none", mu=0.1)
+    mixer = PolarAttention(SHAPE, magnitude="unit", radial="none", mu=0.1, forgetting="none")
     x = torch.randn(1, 128, WIDTH)
     _, record = run(mixer, x)
     fastest = record["log_kappa"][0, -1, -1].flip(0)  # by lag, of the head with the largest decay

@@ -100,7 +100,8 @@ def native_attention(call: RobustCall) -> AttentionOutput:
 def _describe(
     q: Tensor, k: Tensor, v: Tensor, m: Tensor | None, forgotten: Tensor | None, noise: Tensor,
     radial_noise: Tensor | None, documents: Tensor | None, seed: Tensor | None, kernel: str, dot_form: bool,
-    decay_keys: bool, decay_values: bool, radial: str, correlation: str, half: float, dropout: float, learns_shape: bool,
+    decay_keys: bool, decay_values: bool, radial: str, correlation: str, half: float, dropout: float,
+    learns_shape: bool,
 ) -> tuple[Call, tuple[Tensor | None, ...]]:  # fmt: skip
     """The call as the kernels take it, and the tensors that must live as long."""
     (batch, heads, queries, size), (groups, keys) = q.shape, k.shape[1:3]
@@ -133,7 +134,8 @@ def _gradient(
 def native_forward(
     q: Tensor, k: Tensor, v: Tensor, m: Tensor | None, forgotten: Tensor | None, noise: Tensor,
     radial_noise: Tensor | None, documents: Tensor | None, seed: Tensor | None, kernel: str, dot_form: bool,
-    decay_keys: bool, decay_values: bool, radial: str, correlation: str, half: float, dropout: float, learns_shape: bool,
+    decay_keys: bool, decay_values: bool, radial: str, correlation: str, half: float, dropout: float,
+    learns_shape: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """OUTPUTS: v_bar (B,H,T,Dh), log-evidence (B,H,T), m_bar (B,T), the others for the backward pass."""
     call, _alive = _describe(
@@ -167,7 +169,8 @@ def native_backward(
     head_m_bar: Tensor,
     q: Tensor, k: Tensor, v: Tensor, m: Tensor | None, forgotten: Tensor | None, noise: Tensor,
     radial_noise: Tensor | None, documents: Tensor | None, seed: Tensor | None, kernel: str, dot_form: bool,
-    decay_keys: bool, decay_values: bool, radial: str, correlation: str, half: float, dropout: float, learns_shape: bool,
+    decay_keys: bool, decay_values: bool, radial: str, correlation: str, half: float, dropout: float,
+    learns_shape: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of DIFFERENTIABLE; empty where there is no such input."""
     call, _alive = _describe(
