@@ -5,6 +5,7 @@ import json
 import pytest
 import yaml
 
+from polarlm.runs.identity import identity_of
 from polarlm.study.collect import collect
 from polarlm.study.jobs import Planner
 from polarlm.study.run import Study
@@ -65,3 +66,24 @@ def test_runs_made_by_hand_are_collected_by_their_settings(tmp_path, planner):
     assert collected.younger == {"block.irls_steps"} and collected.new == 3
     assert [f.name for f in collected.unplanned] == ["d"] and [f.name for f in collected.unfinished] == ["e"]
     assert collect(asked, folders, summary, planner).renewed == 3  # again: nothing is doubled
+
+
+def test_a_run_from_before_a_setting_was_added_is_what_it_was_then(tmp_path, planner):
+    """A polar that knows nothing of forgetting did not forget; one without `match` was not matched."""
+    asked = question(
+        variants={
+            "plain": ["block=polar", "block.forgetting=none"],
+            "forgets": ["block=polar"],
+            "matched": ["block=polar", "block.forgetting=none", "match=parameters"],
+        },
+        baseline="plain",
+    )
+    plain, forgets = (planner.job(asked, "letters", name, "seeds", None, 1) for name in ("plain", "forgets"))
+    names = ("forgetting", "forget_bias")
+    old = {**plain.config, "block": {k: v for k, v in plain.config["block"].items() if k not in names}}
+    assert identity_of(old) == identity_of(plain.config) != identity_of(forgets.config)
+    biased = {**plain.config, "block": {**plain.config["block"], "forget_bias": 3.0}}
+    assert identity_of(biased) == identity_of(plain.config)  # a bias without gates says nothing
+    summary = Summary("blocks")
+    collect(asked, [write_run(tmp_path / "old", old)], summary, planner)
+    assert [row["variant"] for row in summary.rows] == ["plain"]
