@@ -51,7 +51,7 @@ def check(
 def small_call(device: torch.device | str, learned: bool = True) -> RobustCall:
     """A call with every learned quantity, as blocks make them: two heads on one key head, with a magnitude.
 
-    Unless ν is `learned`, one head has a ν of 3 and one another.
+    Unless ν is `learned`, one head has a ν of 3 and one another, and the past fades.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -68,10 +68,12 @@ def small_call(device: torch.device | str, learned: bool = True) -> RobustCall:
     radial = RadialNoise(uniform(0.0, 0.1), uniform(0.1, 0.5), uniform(0.1, 0.5), uniform(0.1, 0.5), uniform(2.0, 5.0))
     q, k, v = draw(2, 2, LENGTH, SIZE), draw(2, 1, LENGTH, SIZE), draw(2, 1, LENGTH, SIZE)
     m = uniform(0.5, 1.5, 2, LENGTH)
+    forgotten = None if learned else (-uniform(0.0, 0.5, 2, 2, LENGTH).detach().cumsum(-1)).requires_grad_()
     correlation = "qk" if learned else "vv"
     return RobustCall(
-        q, k, v, noise, "student", magnitude=m, radial_mode="own", radial=radial, radial_correlation=correlation
-    )
+        q, k, v, noise, "student", magnitude=m, radial_mode="own", radial=radial, radial_correlation=correlation,
+        forgotten=forgotten,
+    )  # fmt: skip
 
 
 def passes(
@@ -84,7 +86,7 @@ def passes(
     assert out.m_bar is not None
     outputs = [out.v_bar, out.log_evidence, out.m_bar]
     noise = [getattr(part, f.name) for part in (call.noise, call.radial) for f in fields(part)]
-    leaves = [x for x in (call.q, call.k, call.v, call.magnitude, *noise) if x is not None and x.requires_grad]
+    leaves = [x for x in (call.q, call.k, call.v, call.magnitude, call.forgotten, *noise) if x is not None and x.requires_grad]
     upstream = [torch.cos(torch.arange(x.numel(), device=x.device)).view_as(x) for x in outputs]
     return [x.detach() for x in outputs] + list(torch.autograd.grad(outputs, leaves, upstream))
 
