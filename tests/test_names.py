@@ -11,8 +11,8 @@ SHARED = {
     "add_parser": "every verb of the command line has one",
     "main": "what `python -m` calls",
     "run": "what an entry point or a verb calls",
-    "rotate": "attention/lean.py: the rotation of geometry, fast",
-    "tangent_step": "attention/lean.py: the step of geometry, fast",
+    "rotate": "attention/rows.py: the rotation of geometry, fast",
+    "tangent_step": "attention/rows.py: the step of geometry, fast",
 }
 SAY_NOTHING = {"found", "told"}
 

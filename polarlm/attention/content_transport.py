@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from polarlm.attention.frequencies import Frequencies, Turns
 from polarlm.attention.initialisation import linear
-from polarlm.attention.lean import rotate
 from polarlm.attention.mixer import KeyValueCache, MixerShape, split_heads
+from polarlm.attention.rows import rotate
 from polarlm.geometry.sphere import normalise
 from polarlm.geometry.transport import to_complex, to_real
 from polarlm.geometry.unitary_products import UnitaryProducts, chunk_size, unitary_products

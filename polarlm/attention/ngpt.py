@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from polarlm.attention.frequencies import Turns
-from polarlm.attention.lean import on_sphere, rotate
 from polarlm.attention.mixer import MixerShape, TokenContext
+from polarlm.attention.rows import on_sphere, rotate
 from polarlm.attention.standard import StandardAttention
 
 

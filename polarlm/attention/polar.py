@@ -33,7 +33,6 @@ from polarlm.attention.kernels import (
     check_residual_form,
     robust_attention,
 )
-from polarlm.attention.lean import on_sphere, tangent_step
 from polarlm.attention.mixer import STREAM_PROJECTIONS, KeyValueCache, Mixer, MixerShape, TokenContext, mean_visible
 from polarlm.attention.polar_decoding import polar_recipe
 from polarlm.attention.polar_inputs import project_inputs, turned_inputs
@@ -60,6 +59,7 @@ from polarlm.attention.polar_switches import (
     check_uncertainty,
     idle_switches,
 )
+from polarlm.attention.rows import on_sphere, tangent_step
 from polarlm.attention.tied_output import make_orthonormal, tied_output
 from polarlm.attention.uncertainty import prior_of, remembered, unused_here
 from polarlm.geometry import project

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from polarlm.attention.kernels.native_decode import Recipe
-from polarlm.attention.lean import SPHERE_EPS
 from polarlm.attention.polar_noise import directional_noise, radial_noise
+from polarlm.attention.rows import SPHERE_EPS
 
 if TYPE_CHECKING:
     from polarlm.attention.polar import PolarAttention

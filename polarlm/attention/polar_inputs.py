@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from polarlm.attention.content_transport import CommonFrame
-from polarlm.attention.lean import on_sphere, sphere_heads
 from polarlm.attention.mixer import TokenContext, split_heads
+from polarlm.attention.products import sphere_heads
+from polarlm.attention.rows import on_sphere
 
 if TYPE_CHECKING:
     from polarlm.attention.polar import PolarAttention

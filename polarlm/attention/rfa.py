@@ -29,7 +29,6 @@ from polarlm.attention.frequencies import Frequencies, Turns
 from polarlm.attention.initialisation import linear
 from polarlm.attention.kernels import PLAIN_KERNELS, DirectionalNoise, RobustCall, robust_attention
 from polarlm.attention.kernels.native_decode import Recipe
-from polarlm.attention.lean import SPHERE_EPS, on_sphere, rotate
 from polarlm.attention.mixer import (
     Mixer,
     MixerShape,
@@ -37,6 +36,7 @@ from polarlm.attention.mixer import (
     merge_heads,
     split_heads,
 )
+from polarlm.attention.rows import SPHERE_EPS, on_sphere, rotate
 
 PARAMETERS = ("nu", "eta_q", "eta_k", "sigma_0", "sigma_process", "mu", "tau")
 # Shares of a matched total variance: RFA starts "integrative", with measurement noise above process and floor.

@@ -16,7 +16,6 @@ from polarlm.attention.frequencies import Frequencies, Turns
 from polarlm.attention.initialisation import linear
 from polarlm.attention.kernels import DirectionalNoise, RobustCall, robust_attention
 from polarlm.attention.kernels.native_decode import Recipe
-from polarlm.attention.lean import rotate, rotated_heads
 from polarlm.attention.mixer import (
     STREAM_PROJECTIONS,
     Mixer,
@@ -26,6 +25,8 @@ from polarlm.attention.mixer import (
     merge_heads,
     split_heads,
 )
+from polarlm.attention.products import rotated_heads
+from polarlm.attention.rows import rotate
 from polarlm.errors import UserError
 from polarlm.geometry.robust import causal_mask
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from polarlm.attention.frequencies import Turns
-from polarlm.attention.lean import rotate
 from polarlm.attention.mixer import MixerShape, TokenContext
+from polarlm.attention.rows import rotate
 from polarlm.attention.standard import StandardAttention
 from polarlm.errors import UserError
 

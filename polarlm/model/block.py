@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polarlm.attention.lean import add_across
 from polarlm.attention.mixer import Mixer, MixerShape, TokenContext
+from polarlm.attention.rows import add_across
 from polarlm.geometry import tangential_part
 from polarlm.model.decoding import decode_layer
 from polarlm.model.frames import FRAMES, Sum

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from polarlm.attention.decoding import token_taken
 from polarlm.attention.kernels.native_decode import LayerDecoder, Matrices, takes_decoding
-from polarlm.attention.lean import takes_products
 from polarlm.attention.mixer import TokenContext
+from polarlm.attention.products import takes_products
 from polarlm.model.feed_forward import GeluFeedForward, SwiGLUFeedForward
 from polarlm.model.frames import PreNorm
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polarlm.attention.initialisation import FEED_FORWARD_RMS, Initialisation, linear
-from polarlm.attention.lean import feed_forward
+from polarlm.attention.products import feed_forward
 from polarlm.errors import UserError
 
 SWIGLU_MULTIPLE = 32  # hidden sizes that matrix units like

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polarlm.attention.lean import on_sphere
 from polarlm.attention.mixer import Mixer, MixerShape
+from polarlm.attention.rows import on_sphere
 from polarlm.errors import UserError
 from polarlm.geometry import exp_map, tangential_part
 from polarlm.model.ngpt import UnitLength, Walk, scale_hidden_units, unit_matrices

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polarlm.attention.lean import on_sphere
 from polarlm.attention.mixer import MixerShape
+from polarlm.attention.rows import on_sphere
 
 
 class Factor(nn.Module):

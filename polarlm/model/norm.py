@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from polarlm.attention.lean import rms_norm
+from polarlm.attention.rows import rms_norm
 
 
 class RMSNorm(nn.Module):

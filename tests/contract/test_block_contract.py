@@ -191,7 +191,7 @@ BESIDE_PRODUCTS = {
 
 
 def test_cost_is_what_torch_counts(build, block, monkeypatch):
-    monkeypatch.setattr("polarlm.attention.lean._other_product", lambda: None)  # which the counter does not know
+    monkeypatch.setattr("polarlm.attention.products._other_product", lambda: None)  # which the counter does not know
     mixer, counted = build(fresh=True).blocks[1].mixer, {}
     if hasattr(mixer, "backend"):
         mixer.backend = "reference"  # in the open, for the counter to see

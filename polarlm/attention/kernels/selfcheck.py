@@ -86,7 +86,9 @@ def passes(
     assert out.m_bar is not None
     outputs = [out.v_bar, out.log_evidence, out.m_bar]
     noise = [getattr(part, f.name) for part in (call.noise, call.radial) for f in fields(part)]
-    leaves = [x for x in (call.q, call.k, call.v, call.magnitude, call.forgotten, *noise) if x is not None and x.requires_grad]
+    leaves = [
+        x for x in (call.q, call.k, call.v, call.magnitude, call.forgotten, *noise) if x is not None and x.requires_grad
+    ]
     upstream = [torch.cos(torch.arange(x.numel(), device=x.device)).view_as(x) for x in outputs]
     return [x.detach() for x in outputs] + list(torch.autograd.grad(outputs, leaves, upstream))
 

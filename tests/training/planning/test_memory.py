@@ -27,7 +27,8 @@ SMALL = ("model.d_model=64", "model.n_head=4", "model.context=64")
 @pytest.fixture(autouse=True)
 def _operators_of_any_device(monkeypatch):
     """Fake tensors take torch's own operators, as a GPU does; so does what they are compared with."""
-    monkeypatch.setattr("polarlm.attention.lean.takes_rows", lambda x: False)
+    for module in ("rows", "products"):
+        monkeypatch.setattr(f"polarlm.attention.{module}.takes_rows", lambda x: False)
 
 
 def settings(block: str, *more: str) -> dict[str, Any]:

@@ -9,20 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polarlm.attention import lean
+from polarlm.attention import products
 from polarlm.attention.estimator import Estimator
 from polarlm.attention.kernels.native_rows import takes_rows
-from polarlm.attention.lean import (
-    add_across,
-    feed_forward,
-    on_sphere,
-    rms_norm,
-    rotate,
-    rotated_heads,
-    sphere_heads,
-    takes_products,
-    tangent_step,
-)
+from polarlm.attention.products import feed_forward, rotated_heads, sphere_heads, takes_products
+from polarlm.attention.rows import add_across, on_sphere, rms_norm, rotate, tangent_step
 from polarlm.geometry import project, tangential_part
 from polarlm.geometry import rotate as plain_rotate
 from polarlm.geometry.multihead import PROJECTIONS
@@ -156,7 +147,7 @@ def maps(*sizes: tuple[int, int]) -> list[nn.Linear]:
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 def test_the_other_product_is_the_same_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lean, "_other_product", lambda: torch.ops.mkldnn._linear_pointwise)
+    monkeypatch.setattr(products, "_other_product", lambda: torch.ops.mkldnn._linear_pointwise)
     seen: list[Tensor] = []
     up, down = maps((10, 96), (96, 10))
     x = torch.randn(3, 43, 10, requires_grad=True)
@@ -164,9 +155,9 @@ def test_the_other_product_is_the_same_product(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     inputs = [x, up.weight, down.weight]
     torch.testing.assert_close(gradients((ours,), inputs), gradients((theirs,), inputs), rtol=1e-4, atol=1e-4)
-    monkeypatch.setattr(lean, "_other_product", lambda: lambda x, *_: seen.append(x) or x)
-    assert lean._product(x, up.weight) is x and len(seen) == 1, "many rows go there"
-    assert lean._product(x[:1], up.weight).shape == (1, 43, 96) and len(seen) == 1, "few rows do not"
+    monkeypatch.setattr(products, "_other_product", lambda: lambda x, *_: seen.append(x) or x)
+    assert products._product(x, up.weight) is x and len(seen) == 1, "many rows go there"
+    assert products._product(x[:1], up.weight).shape == (1, 43, 96) and len(seen) == 1, "few rows do not"
 
 
 def plain_feed_forward(x: Tensor, up: nn.Linear, down: nn.Linear, kind: str) -> Tensor:
