@@ -1,4 +1,4 @@
-"""Rotation, normalisation and tangent steps, row by row, in as few passes over memory as possible, forward and backward.
+"""Rotation, normalisation and tangent steps, row by row, in as few passes over memory as possible.
 
 Every pass over the activations costs about as much as a twentieth of the block's matrix products, and autograd's own
 derivative of these chains makes two to three times as many passes as needed. Same values as `geometry.rotate` and as
