@@ -16,8 +16,7 @@ def record_estimate(record: Record, output: AttentionOutput) -> None:
     assert weights is not None, "ask robust_attention for its weights"
     record.update(weights=weights.directional, log_evidence=output.log_evidence)
     record.update(log_kappa=weights.log_kappa, log_kappa_tilde=weights.log_kappa_tilde)
-    # A = w kappa / P, so the influence weight of every visible pair is A P / kappa.
-    record["robust_weight"] = weights.directional * (output.log_evidence.unsqueeze(-1) - weights.log_kappa).exp()
+    record["robust_weight"] = weights.robust
     if weights.radial is not None:
         record["radial_weights"] = weights.radial
     if weights.gated is not None:

@@ -28,9 +28,11 @@ def precision_values(layer: Layer) -> dict[str, Tensor]:
 
 
 def _extension_values(layer: Layer) -> dict[str, Tensor]:
-    """Of Appendix G: the gate (G.1) that attention meets on average, and what precision does between layers (G.3)."""
+    """What tokens leave of the past; the gate (G.1) that attention meets on average; precision between layers (G.3)."""
     names = [n for n in ("log_prior_precision", "log_posterior_precision", "fusion_step") if n in layer.record]
     values: dict[str, Tensor] = {name: wide(layer.record[name]).mean((0, 2)) for name in names}
+    if "log_forget" in layer.record:
+        values["kept_of_the_past"] = wide(layer.record["log_forget"]).exp().mean((0, 2))
     if "gated_weights" in layer.record:
         gated = wide(layer.record["gated_weights"])
         values["gate"] = gated.sum(-1).mean((0, 2))

@@ -67,6 +67,7 @@ _WORDS = {
     "log_evidence_std": ("log-evidence, spread over tokens", "nats"),
     "log_evidence_spread": ("log-evidence, spread over heads", "nats", "What an evidence-weighted projection can use."),
     "log_evidence_slope": ("slope of log-evidence on log position", "", "1 if every new token counts fully."),
+    "kept_of_the_past": ("kept of the past, λ", "", "What a token leaves of all that came before: ½ halves it."),
     "gate": ("consensus gate g", "", "Below 1: values are held back where they disagree; negative: turned round."),
     "gate_negative_share": ("attention on values turned round (g < 0)", ""),
     "log_prior_precision": ("log P⁻, precision from the layer before", "nats"),

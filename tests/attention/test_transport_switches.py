@@ -45,7 +45,8 @@ def test_t5_without_angles_it_is_rope_bit_for_bit(transport, frequencies):
 def test_t5_estimates_are_sums_of_pairwise_transported_values(transport):
     """v_bar_i = sum_j A_ij Phi(i, j) v_j with Phi(i, j) = R_i ... R_{j+1} multiplied out, and so for the scores."""
     x, record = torch.randn(1, 11, WIDTH, dtype=torch.float64), {}
-    mixer = mixer_of(transport, kernel="exponential", mu=0.0, m_inf=0.0, radial="none").double()
+    switches = dict(kernel="exponential", mu=0.0, m_inf=0.0, radial="none", forgetting="none")
+    mixer = mixer_of(transport, **switches).double()
     run(mixer, x, record)
     frequencies = rotary_frequencies(8, dtype=torch.float64)
     for h in range(4):
@@ -139,7 +140,8 @@ def test_e19_magnitudes_flow_to_their_equilibrium():
     """With m_eq, far tokens count as if their magnitude were m_eq; near ones as what they are."""
     x = torch.randn(1, 90, WIDTH)
     record = {}
-    mixer = mixer_of("rotary", radial_flow="equilibrium", m_eq=2.0, mu=0.5, mu_spread=False, m_inf=0.0, sigma_t0=1.0)
+    noise = dict(mu=0.5, mu_spread=False, m_inf=0.0, sigma_t0=1.0)
+    mixer = mixer_of("rotary", radial_flow="equilibrium", m_eq=2.0, **noise)
     run(mixer, x, record)
     p, m = record["params"], record["magnitude"][0]
     kappa = record["log_kappa"][0, 0].exp()

@@ -171,6 +171,7 @@ LAYERS = {
     "precision/log_evidence_std": lambda s: per_head(lambda evidence: evidence.std(ddof=1), s.evidence),
     "precision/log_evidence_slope": evidence_slope,
     "precision/log_evidence_spread": lambda s: s.evidence.std(-1, ddof=1).mean(),
+    "precision/kept_of_the_past": lambda s: None if (s.kept == 1).all() else s.kept.mean((0, 1)),
     "precision/robust_weight": filters(lambda s: np.nanmean(s.w, axis=(0, 2, 3))),
     "precision/robust_weight_self": filters(lambda s: of_queries(np.diagonal(s.w, axis1=2, axis2=3))),
     "precision/outlier_share": filters(outlier_share),

@@ -43,11 +43,13 @@ def attend(mixer, x, base):
     seen = SimpleNamespace(v=v, p=p, estimate=np.zeros_like(q), evidence=np.zeros((batch, tokens, heads)))
     for name in PAIRS:
         setattr(seen, name, np.full((batch, heads, tokens, tokens), np.nan))
+    seen.kept = kept_of_the_past(mixer, x)
     for b, i, h in np.ndindex(batch, tokens, heads):
         past = range(i + 1)
         query = turned(q[b, i, h], i, base)
         rows = [logit(mixer, p, h, query, turned(k[b, j, h // group], j, base), m[b, j], i - j) for j in past]
         columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+        columns["logit"] += [math.log(seen.kept[b, j + 1 : i + 1, h].prod()) for j in past]
         evidence = np.log(np.exp(columns["logit"]).sum())
         a = np.exp(columns["logit"] - evidence)
         # The others' values as this token sees them: turned into its frame where the block transports values.
@@ -67,6 +69,14 @@ def attend(mixer, x, base):
     seen.delta_m = radial_step(mixer, p, v, m, base) if "beta" in p else None
     seen.radial_update = 0.0 if seen.delta_m is None else p["beta"] * seen.delta_m[..., None, None] * v
     return seen
+
+
+def kept_of_the_past(mixer, x):
+    """What every token leaves of the past to every head, (B, T, H)."""
+    if mixer.forget is None:
+        return np.ones((*x.shape[:2], mixer.shape.n_head))
+    gate = x @ mixer.forget.weight.detach().double().numpy().T + mixer.forget.offset.detach().double().numpy()
+    return 1 / (1 + np.exp(-gate))
 
 
 def queries_keys_values(mixer, x):

@@ -1,6 +1,6 @@
 """Every number of the probe against a float64 recomputation from the weights that shares no code with it.
 
-The bound is relative, 1e-4; a number below 0.01 in size is held to 1e-6. The probed model itself runs in fp32.
+The bound is relative, 2e-4; a number below 0.01 in size is held to 2e-6. The probed model itself runs in fp32.
 """
 
 from functools import partial
@@ -15,7 +15,7 @@ from polarlm.model import GPT, GPTConfig
 from tests.diagnostics.expected import LAGS, expected_profiles, expected_values
 from tests.diagnostics.naive import forward, rms
 
-BOUND = 1e-4
+BOUND = 2e-4
 BLOCKS = {
     "standard": (StandardAttention, None),
     "standard_rotated_grouped": (partial(StandardAttention, rotate_values=True), 2),

@@ -1,6 +1,7 @@
 """The model around the mixers: sizes, validation, initialisation, caches, documents."""
 
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -64,8 +65,10 @@ def test_swiglu_costs_as_much_as_gelu():
 
 
 def test_polar_has_the_parameters_of_standard_up_to_a_few_scalars():
-    standard, polar = (GPT(GPTConfig(**SIZE), mixer).parameter_count() for mixer in (StandardAttention, PolarAttention))
-    assert 0 <= polar - standard <= 40 * SIZE["n_layer"]
+    blocks = (StandardAttention, partial(PolarAttention, forgetting="none"), PolarAttention)
+    standard, plain, polar = (GPT(GPTConfig(**SIZE), mixer).parameter_count() for mixer in blocks)
+    assert 0 <= plain - standard <= 40 * SIZE["n_layer"]
+    assert polar - plain == SIZE["n_layer"] * SIZE["n_head"] * (SIZE["d_model"] + 1)  # a gate per head
 
 
 @pytest.mark.parametrize("tied", [True, False])

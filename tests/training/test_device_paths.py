@@ -185,7 +185,7 @@ def test_the_backward_operator_of_the_triton_kernels_on_a_gpu():
         call = call_on_gpu()
         parameters, evidence = fake(7, 4, dtype=torch.float32), fake(2, 4, 16, dtype=torch.float32)
         options = (None, "student", False, False, True, True)
-        inputs = (call.q, call.k, call.v, call.magnitude, parameters)
+        inputs = (call.q, call.k, call.v, call.magnitude, evidence, parameters)
         gradients = triton_backward(call.q, evidence, call.q, evidence, *inputs, *options)
     assert [x.shape for x in gradients] == [x.shape for x in inputs]
     assert all(x.device == GPU for x in gradients)

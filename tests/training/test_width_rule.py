@@ -63,8 +63,8 @@ def growth(name: str, block: str, base: int | None, tied: bool) -> dict[str, flo
 @pytest.mark.parametrize(("block", "tied"), [("StandardAttention", True), ("PolarAttention", False)])
 def test_a_step_of_adamw_changes_as_much_at_any_width(block, tied):
     powers = growth("adamw", block, 64, tied)
-    assert abs(powers["stream"]) < 0.2
-    assert abs(powers["output"]) < 0.2
+    assert abs(powers["stream"]) < 0.25
+    assert abs(powers["output"]) < 0.25
 
 
 def test_one_rate_for_all_widths_would_not():
@@ -96,6 +96,7 @@ def test_at_the_base_width_nothing_is_scaled_and_elsewhere_the_decay_per_step_st
     for key, (lr, decay) in wide.items():
         hidden = key.endswith("weight") and model.get_parameter(key).ndim == 2 and "embedding" not in key
         output = "head" in key or (tied and key == "embedding.weight")
-        factor = 4.0 if output or (hidden and name == "adamw") else 2.0 if hidden else 1.0
+        by_adamw = name == "adamw" or "forget" in key  # a gate is no map of the stream, so Muon leaves it
+        factor = 4.0 if output or (hidden and by_adamw) else 2.0 if hidden else 1.0
         assert lr == pytest.approx(plain[key][0] / factor), key
         assert lr * decay == pytest.approx(plain[key][0] * plain[key][1]), key

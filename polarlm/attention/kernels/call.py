@@ -158,7 +158,8 @@ class Weights:
     """What the estimate is made of; entries of pairs that may not see each other carry no meaning but in A = 0."""
 
     directional: Tensor  # (B,H,T,S) A, before dropout and value decay
-    log_kappa: Tensor  # (B or 1,H,T,S)
+    log_kappa: Tensor  # (B or 1,H,T,S), of the measurement: without what was forgotten since
     log_kappa_tilde: Tensor  # (B or 1,H,T,S), capped as the logits use it
+    robust: Tensor  # (B,H,T,S) w, 0 where nothing is seen
     radial: Tensor | None = None  # (B,T,S)
     gated: Tensor | None = None  # (B,H,T,S) A_ij Re g_ij, what values are summed with

@@ -58,9 +58,6 @@ def reference_attention(call: RobustCall) -> AttentionOutput:
     of_measurement = kappa  # what the gate is derived from
     kappa, kappa_tilde = _widened(call, kappa, kappa_tilde)
     kappa_tilde = kappa_tilde.clamp_max(math.log(MAX_QUERY_PRECISION))
-    if call.forgotten is not None:
-        since = call.forgotten.to(dtype)
-        kappa = kappa + (since[..., -T:, None] - since[..., None, :])
 
     # L = log κ + log w(x), x = κ̃‖R‖²/d_h
     E = torch.exp(-age)
@@ -75,13 +72,17 @@ def reference_attention(call: RobustCall) -> AttentionOutput:
     x = kappa_tilde.exp() * residual / call.half
     shape = per_head(noise.shape(call.kernel))  # ν or τ
     if call.kernel == "student":
-        logits = kappa - (shape + 1) * torch.log1p(x / shape)
+        log_robust = -(shape + 1) * torch.log1p(x / shape)
     elif call.kernel == "student_mle":
-        logits = kappa - torch.log1p(x / shape)
+        log_robust = -torch.log1p(x / shape)
     elif call.kernel == "exponential":
-        logits = kappa - x / shape
+        log_robust = -x / shape
     else:
-        logits = kappa + torch.zeros_like(residual)
+        log_robust = torch.zeros_like(residual)
+    logits = kappa + log_robust
+    if call.forgotten is not None:  # κ times the λ of every token after the key
+        since = call.forgotten.to(dtype)
+        logits = logits + (since[..., -T:, None] - since[..., None, :])
 
     logits = logits.masked_fill(~allowed.unsqueeze(-3), -math.inf)
     log_evidence = logits.logsumexp(-1)
@@ -103,7 +104,8 @@ def reference_attention(call: RobustCall) -> AttentionOutput:
     kept = None
     if call.return_weights:
         kappa, kappa_tilde = (x if x.dim() == 4 else x[None] for x in (kappa, kappa_tilde))
-        kept = Weights(weights, kappa, kappa_tilde, radial_weights, gated)
+        robust = log_robust.exp().masked_fill(~allowed.unsqueeze(-3), 0)
+        kept = Weights(weights, kappa, kappa_tilde, robust, radial_weights, gated)
     return AttentionOutput(v_bar.to(call.v.dtype), log_evidence, m_bar, gate, kept)
 
 

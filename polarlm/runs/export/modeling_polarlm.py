@@ -5,6 +5,7 @@ In an exported folder this file stands beside the modules it imports and needs n
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,6 +79,14 @@ class PolarlmCache(Cache):
             layer.running = {name: x.index_select(0, beam_idx.to(x.device)) for name, x in layer.running.items()}
 
 
+def _mixer(settings: dict[str, Any], shape: Any) -> Any:
+    """A layer's mixer; the fast kernels are not part of an exported model."""
+    mixer = BlockMixer(shape, **settings)
+    if hasattr(mixer, "backend"):
+        mixer.backend = "reference"
+    return mixer
+
+
 class PolarlmForCausalLM(PreTrainedModel, GenerationMixin):
     """The model; rows are not padded (give prompts of one length, or one at a time)."""
 
@@ -90,7 +99,7 @@ class PolarlmForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         # Building checks its numbers, which the placeholders of a meta device do not have; the weights come afterwards.
         with torch.device("cpu"):
-            self.model = GPT(GPTConfig(**config.gpt), lambda shape: BlockMixer(shape, **config.block))
+            self.model = GPT(GPTConfig(**config.gpt), partial(_mixer, config.block))
         # Loading leaves buffers that are in no file (masks of fixed zeros) as uninitialised memory: kept here, put back
         # before the first use.
         stored = self.model.state_dict()
