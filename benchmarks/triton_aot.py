@@ -21,9 +21,13 @@ from polarlm.attention.kernels import triton_backend
 from polarlm.attention.kernels.noise import NOISE_ROWS, RADIAL_ROWS
 from polarlm.attention.kernels.triton_backend import LAUNCH
 
-# Whether keys and values decay, documents are packed, and ν learns: the Polar block (Student-t with magnitude and
-# learned noise), the same with a ν that stays, and with RFA's decays and documents on top.
-VARIANTS = {"polar": (False, False, True), "frozen": (False, False, False), "everything": (True, True, True)}
+# Whether keys and values decay, documents are packed, ν learns, and the past fades: Student-t with magnitude and learned
+# noise, the Polar block as shipped (a ν that stays, forgetting), and everything together.
+VARIANTS = {
+    "polar": (False, False, True, False),
+    "frozen": (False, False, False, True),
+    "everything": (True, True, True, True),
+}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -83,11 +87,11 @@ def compile_kernel(name: str, variant: str, head_dim: int, dtype: str, sm: int, 
 
     from polarlm.attention.kernels import triton_kernels, triton_radial
 
-    decays, packed, learned = VARIANTS[variant]
+    decays, packed, learned, forgets = VARIANTS[variant]
     q, k, v, d_out = (torch.randn(1, 2, 250, head_dim, dtype=DTYPES[dtype]) for _ in range(4))
     evidence, m2, parameters = torch.rand(1, 2, 250), torch.rand(1, 250), torch.rand(len(NOISE_ROWS), 2)
     documents = torch.zeros(1, 250, dtype=torch.int32) if packed else None
-    forgotten = torch.rand(1, 2, 250) if packed else None
+    forgotten = torch.rand(1, 2, 250) if forgets else None
     inputs = (q, k, v, m2, forgotten, parameters, documents, "student", decays, decays, learned)
     sizes = {key: override or shipped for key, shipped in LAUNCH[name].items()}
     module = triton_radial if name.startswith("radial") else triton_kernels
