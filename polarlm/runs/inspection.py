@@ -107,13 +107,15 @@ def saved_bytes(model: GPT, rows: int) -> int:
 
 
 def learned_scalars(model: GPT) -> dict[str, list[list[float]]]:
-    """{name: [layer][head]} of ν, η, σ, μ, m∞, α, β … of the blocks that have them."""
+    """{name: [layer][head]} of ν, η, σ, μ, m∞, α, β … and b of forgetting, of the blocks that have them."""
     scalars: dict[str, list[list[float]]] = {}
     for block in model.blocks:
         estimator: Any = getattr(block.mixer, "estimator", None)
         if estimator is not None:
             for name, value in estimator.read().items():
                 scalars.setdefault(name, []).append(value.detach().reshape(-1).tolist())
+        if block.mixer.forget is not None:
+            scalars.setdefault("forget_bias", []).append(block.mixer.forget.offset.detach().tolist())
     return scalars
 
 

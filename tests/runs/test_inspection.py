@@ -48,6 +48,7 @@ def test_scalars_are_told_per_layer_and_head_as_the_block_uses_them(tmp_path):
     scalars = learned_scalars(run.model)
     expected = torch.nn.functional.softplus(torch.tensor(2.0)).item()
     assert scalars["nu_t"][1] == [expected] * 2 and abs(scalars["nu_t"][0][0] - 3.0) < 1e-5
+    assert scalars["forget_bias"] == [[0.0, 0.0]] * 2
     assert learned_scalars(made_up_run(tmp_path / "other").model) == {}
     text = describe_run(run)
     assert "nu_t" in text and "layer 1" in text and "attention" in text and "optimiser" in text
