@@ -21,7 +21,7 @@ from polarlm.attention.kernels import triton_backend
 from polarlm.attention.kernels.noise import NOISE_ROWS, RADIAL_ROWS
 from polarlm.attention.kernels.triton_backend import LAUNCH
 
-# Whether keys and values decay, documents are packed, ν learns, and the past fades: Student-t with magnitude and learned
+# Whether keys and values decay, documents are packed, ν learns, and the past fades: Student-t with magnitude, learned
 # noise, the Polar block as shipped (a ν that stays, forgetting), and everything together.
 VARIANTS = {
     "polar": (False, False, True, False),
