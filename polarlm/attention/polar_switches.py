@@ -137,4 +137,5 @@ def idle_switches(mixer: PolarAttention) -> set[str]:
         idle |= {"norm_scope", "norm_gain", "residual_form", "widen_q"}
         idle |= set() if mixer.rotate_values else {"frequencies"}
     idle |= {"value_weight_decay"} if mixer.tie_output else set()
+    idle |= {"forget_bias"} if mixer.forget is None else set()
     return idle | ({"norm_scope"} if mixer.norm_position == "pre" else set())

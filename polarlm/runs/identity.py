@@ -21,6 +21,8 @@ IRRELEVANT = (
 SOLVED = {"parameters": "model.ffn_width", "flops": "model.ffn_width", "seconds": "trainer.max_steps"}
 # Settings of blocks that came later, with the value at which a block is what it was without them.
 ADDED = {"block.forgetting": "none"}
+# Blocks that are shipped with another value: a stored configuration that does not know the setting has the neutral one.
+SHIPPED_OTHERWISE = ("polarlm.attention.PolarAttention",)
 ONLY_WITH = {
     "forget_bias": "forgetting"
 }  # settings of a block that say nothing where another one is added at that value
@@ -46,6 +48,14 @@ def experiment_of(config: dict[str, Any]) -> dict[str, Any]:
         group, _, name = matched["key"].partition(".")
         kept[group] = {**kept[group], name: matched["from"]}
     return kept
+
+
+def with_additions(config: dict[str, Any]) -> dict[str, Any]:
+    """A stored configuration with the block's settings that came after it, as they were then."""
+    block = config["block"]
+    if not isinstance(block, dict) or block.get("_target_") not in SHIPPED_OTHERWISE:
+        return config
+    return {**config, "block": {key.partition(".")[2]: neutral for key, neutral in ADDED.items()} | block}
 
 
 def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

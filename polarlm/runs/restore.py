@@ -15,6 +15,7 @@ from polarlm.model import GPT
 from polarlm.model.build import build_model
 from polarlm.runs.checkpoints import load_verified, newest_usable
 from polarlm.runs.files import read_config, require_plain_files
+from polarlm.runs.identity import with_additions
 from polarlm.runs.tensor_files import DamagedCheckpoint, read_tensors, write_tensors
 
 WEIGHTS = "model.safetensors"
@@ -83,6 +84,7 @@ def restore_run(where: str | Path, device: str = "auto") -> RestoredRun:
     for group in REQUIRED:
         if group not in config:
             raise UserError(f"{folder / 'config.yaml'} can't be used: it has no {group}")
+    config = with_additions(config)
     tokenizer = load_tokenizer(folder / "tokenizer")
     try:
         weights = load_weights(path)
