@@ -114,8 +114,9 @@ def learned_scalars(model: GPT) -> dict[str, list[list[float]]]:
         if estimator is not None:
             for name, value in estimator.read().items():
                 scalars.setdefault(name, []).append(value.detach().reshape(-1).tolist())
-        if block.mixer.forget is not None:
-            scalars.setdefault("forget_bias", []).append(block.mixer.forget.offset.detach().tolist())
+        forget: Any = getattr(block.mixer, "forget", None)
+        if forget is not None:
+            scalars.setdefault("forget_bias", []).append(forget.offset.detach().tolist())
     return scalars
 
 
