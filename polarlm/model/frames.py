@@ -7,6 +7,7 @@ its connection and what follows from it for the rest of the model. A block's yam
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -80,10 +81,15 @@ class ScaledNorm(PreNorm):
         return self(x) * self.scale
 
 
+LONGEST_WALK = math.pi / 2  # radians: a longer one would turn back towards where it came from
+
+
 class Geodesic(nn.Module):
     """GeoNorm (Zheng et al. 2026): the step's tangential part is walked along the sphere, so |x| never changes.
 
     x+ = x cos(theta) + (v/|v|) |x| sin(theta) with v = P_T(x) step and theta = |v|/|x| / sqrt(l) in layer l = 1, 2, …
+    No walk is longer than a quarter circle: at the default learning rate branches grow beyond that, walks go round the
+    sphere, and nothing is learned (docs/results.md, question 5).
     """
 
     def __init__(self, shape: MixerShape) -> None:
@@ -98,7 +104,9 @@ class Geodesic(nn.Module):
         """Exp_x of the tangential part of the step."""
         wide = torch.promote_types(x.dtype, torch.float32)
         point, step = x.to(wide), step.to(wide)
-        return exp_map(point, self.decay * tangential_part(point, step)).to(x.dtype)
+        step = self.decay * tangential_part(point, step)
+        angle = step.norm(dim=-1, keepdim=True) / point.norm(dim=-1, keepdim=True).clamp_min(1e-12)
+        return exp_map(point, step * (LONGEST_WALK / angle.clamp_min(LONGEST_WALK))).to(x.dtype)
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from polarlm.attention import PolarAttention, StandardAttention
+from polarlm.attention import MixerShape, PolarAttention, StandardAttention
 from polarlm.attention.ngpt import NormalisedAttention
 from polarlm.errors import UserError
 from polarlm.model import GPT, GPTConfig
 from polarlm.model.build import frame_of
 from polarlm.model.config import FRAME_NAMES
-from polarlm.model.frames import FRAMES
+from polarlm.model.frames import FRAMES, Geodesic
 from polarlm.training.optimisers import build_optimiser
 
 SIZE = dict(vocab_size=17, context=8, d_model=16, n_layer=3, n_head=2)
@@ -75,6 +75,17 @@ def test_geonorm_is_the_exponential_map_of_the_tangential_step():
             theta = length / radius / np.sqrt(layer)
             np.testing.assert_allclose(after, np.cos(theta) * x + np.sin(theta) * radius * tangent / length, rtol=1e-9)
             np.testing.assert_allclose(np.linalg.norm(after, axis=-1), 4.0, rtol=1e-6)  # sqrt(16), for ever
+
+
+def test_a_geodesic_step_never_goes_further_than_a_quarter_circle():
+    shape = MixerShape(d_model=6, n_head=2, n_kv_head=2, head_dim=3, layer=0, n_layer=2)
+    walk, x = Geodesic(shape), torch.randn(4, 6, dtype=torch.float64)
+    across = torch.randn(4, 6, dtype=torch.float64)
+    across = across - (across * x).sum(-1, keepdim=True) / (x * x).sum(-1, keepdim=True) * x
+    long, short = walk.write(x, 50 * across), walk.write(x, 1e-3 * across)
+    end = across / across.norm(dim=-1, keepdim=True) * x.norm(dim=-1, keepdim=True)
+    torch.testing.assert_close(long, end, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(short, x + 1e-3 * across, rtol=1e-4, atol=1e-6)
 
 
 def test_ngpt_walks_from_unit_vector_to_unit_vector():
