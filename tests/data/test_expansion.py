@@ -104,6 +104,7 @@ def test_a_disk_too_small_for_a_packed_table_is_named(tmp_path: Path, monkeypatc
     path = tmp_path / "table.parquet.gz"
     path.write_bytes(gzip.compress(b"any"))
     refused(lambda: build_corpus({"path": str(path)}, BYTE, tmp_path / "cache"), path.name, "disk is full", "are free")
+    assert not list((tmp_path / "cache").rglob("*.bin"))
 
 
 @pytest.mark.usefixtures("small_limit")
@@ -168,3 +169,4 @@ def test_a_document_that_does_not_end_is_refused_before_it_fills_the_memory(
     path.write_text((SENTENCE + ("\n" if "document_start" in settings else "")) * 100_000)
     data = {"path": str(path), **settings}
     refused(lambda: build_corpus(data, BYTE, tmp_path / "cache"), name, part, "held in memory")
+    assert not list((tmp_path / "cache").rglob("*.bin"))

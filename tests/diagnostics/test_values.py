@@ -15,7 +15,7 @@ from polarlm.model import GPT, GPTConfig
 from tests.diagnostics.expected import LAGS, expected_profiles, expected_values
 from tests.diagnostics.naive import forward, rms
 
-BOUND = 2e-4
+BOUND = 1e-4
 BLOCKS = {
     "standard": (StandardAttention, None),
     "standard_rotated_grouped": (partial(StandardAttention, rotate_values=True), 2),
@@ -43,7 +43,7 @@ def case(request):
     """(probe, values, profiles, layers): what was found, and what should have been."""
     model = small_model(*BLOCKS[request.param])
     # Few different tokens: twins are equal in the first layer, where rounding must not tell them apart.
-    tokens = torch.randint(0, 7, (2, 9), generator=torch.Generator().manual_seed(2))
+    tokens = torch.randint(0, 7, (2, 9), generator=torch.Generator().manual_seed(6))
     layers, loss = forward(model, tokens)
     return run_probe(model, tokens), expected_values(layers, loss), expected_profiles(layers), layers
 

@@ -37,7 +37,7 @@ NAMES = ALL_BLOCKS if OTHER_PYTHON else ["standard_qknorm", *CLASSES]
 BLOCKS = {name: name != "standard" for name in (*NAMES, ADDITIONS)}  # all but Llama bring code of their own
 TOKENS = 19
 # Their single precision is itself uncertain by 1e-5 here; in double precision they are held to the same as the others.
-ROUGH = ("polar_literal", "polar_irls", "polar_tangent")
+ROUGH = ("polar_literal", "polar_irls", "polar_tangent", "polar_paper")
 # Run by a Python that cannot import polarlm, in a folder of its own.
 STRANGER = """
 import copy, json, sys
@@ -113,7 +113,7 @@ def test_logits_loss_and_generation_are_ours(exported, block):
         exactly = copy.deepcopy(run.model).double()(tokens).numpy()
     assert np.abs(ours).max() > 1
     # Plain formulas there, native ones here, which round differently; transformers' Llama rotates in single precision.
-    np.testing.assert_allclose(logits, ours, rtol=1e-5, atol=5e-5 if block in ROUGH else 1e-5)
+    np.testing.assert_allclose(logits, ours, atol=5e-5 if block in ROUGH else 1e-5)
     np.testing.assert_allclose(double, exactly, atol=1e-10 if BLOCKS[block] else 1e-5)
     text = Text(tokens[0].numpy(), np.array([0]), TextSize(TOKENS, TOKENS, TOKENS, 1))
     assert answer["loss"] == pytest.approx(score_text(run.model, text).nats.mean(), abs=1e-5)

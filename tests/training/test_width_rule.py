@@ -15,8 +15,8 @@ MODEL = dict(context=16, n_layer=2)
 VOCABULARY = 97
 
 
-def model_of(block: str, width: int, **options):
-    torch.manual_seed(0)
+def model_of(block: str, width: int, seed: int = 0, **options):
+    torch.manual_seed(seed)
     target = {"_target_": f"polarlm.attention.{block}", "_partial_": True}
     sizes = {**MODEL, "d_model": width, "n_head": width // 16, **options}
     return build_model({"model": sizes, "block": target}, VOCABULARY)
@@ -28,9 +28,9 @@ def optimiser_of(name: str, model, base: int | None):
     return build_optimiser({"_target_": target, **ADAMW, **own, "lr_base_width": base}, model)
 
 
-def changes(name: str, block: str, width: int, base: int | None, tied: bool) -> dict[str, float]:
+def changes(name: str, block: str, width: int, base: int | None, tied: bool, seed: int) -> dict[str, float]:
     """RMS by which three steps change the last state of the stream, and what the output's own change adds to logits."""
-    model = model_of(block, width, tie_embeddings=tied)
+    model = model_of(block, width, seed, tie_embeddings=tied)
     optimiser = optimiser_of(name, model, base)
     text = torch.randint(VOCABULARY, (4, 17), generator=torch.Generator().manual_seed(1))
 
@@ -54,17 +54,18 @@ def rms(x: torch.Tensor) -> float:
 
 
 def growth(name: str, block: str, base: int | None, tied: bool) -> dict[str, float]:
-    """The power of the width with which the changes grow."""
-    rows = [changes(name, block, width, base, tied) for width in WIDTHS]
-    logs = [math.log2(width) for width in WIDTHS]
+    """The power of the width with which the changes grow (a fit over models of two seeds)."""
+    widths = WIDTHS * 2
+    rows = [changes(name, block, width, base, tied, seed=i // len(WIDTHS)) for i, width in enumerate(widths)]
+    logs = [math.log2(width) for width in widths]
     return {key: np.polyfit(logs, [math.log2(row[key]) for row in rows], 1)[0] for key in rows[0]}
 
 
 @pytest.mark.parametrize(("block", "tied"), [("StandardAttention", True), ("PolarAttention", False)])
 def test_a_step_of_adamw_changes_as_much_at_any_width(block, tied):
     powers = growth("adamw", block, 64, tied)
-    assert abs(powers["stream"]) < 0.25
-    assert abs(powers["output"]) < 0.25
+    assert abs(powers["stream"]) < 0.2
+    assert abs(powers["output"]) < 0.2
 
 
 def test_one_rate_for_all_widths_would_not():
