@@ -19,13 +19,9 @@ IRRELEVANT = (
 )  # fmt: skip
 # What `match=` solves.
 SOLVED = {"parameters": "model.ffn_width", "flops": "model.ffn_width", "seconds": "trainer.max_steps"}
-# Settings of blocks that came later, with the value at which a block is what it was without them.
-ADDED = {"block.forgetting": "none"}
-# Blocks that are shipped with another value: a stored configuration that does not know the setting has the neutral one.
-SHIPPED_OTHERWISE = ("polarlm.attention.PolarAttention",)
-ONLY_WITH = {
-    "forget_bias": "forgetting"
-}  # settings of a block that say nothing where another one is added at that value
+# Settings of blocks that came later: the value at which a block is what it was without them, the settings that say
+# nothing then, and the blocks shipped with another value (a stored configuration without the setting has the neutral one).
+ADDED = {"forgetting": ("none", ("forget_bias",), ("polarlm.attention.PolarAttention",))}
 IRRELEVANT_TRAINER = (
     "accelerator", "devices", "nodes", "strategy", "log_every", "val_every",
     "checkpoint_every", "keep_checkpoints", "on_nonfinite", "max_incidents", "spike_z",
@@ -38,11 +34,10 @@ def experiment_of(config: dict[str, Any]) -> dict[str, Any]:
     kept["trainer"] = {k: v for k, v in config["trainer"].items() if k not in IRRELEVANT_TRAINER}
     if config.get("match") is None:  # as before there was such a setting
         kept = {key: value for key, value in kept.items() if key not in ("match", "match_block")}
-    block = kept.get("block")
-    if isinstance(block, dict):
-        off = {key for key, neutral in ADDED.items() if block.get(key.partition(".")[2]) == neutral}
-        silent = {name for name in block if f"block.{name}" in off or f"block.{ONLY_WITH.get(name)}" in off}
-        kept["block"] = {name: value for name, value in block.items() if name not in silent}
+    for name, (neutral, silent, _) in ADDED.items():
+        block = kept.get("block")
+        if isinstance(block, dict) and block.get(name) == neutral:
+            kept["block"] = {key: value for key, value in block.items() if key not in (name, *silent)}
     matched = config.get("matched")
     if matched:  # what `match=` solved follows from the rest: the experiment is what was asked
         group, _, name = matched["key"].partition(".")
@@ -53,9 +48,10 @@ def experiment_of(config: dict[str, Any]) -> dict[str, Any]:
 def with_additions(config: dict[str, Any]) -> dict[str, Any]:
     """A stored configuration with the block's settings that came after it, as they were then."""
     block = config["block"]
-    if not isinstance(block, dict) or block.get("_target_") not in SHIPPED_OTHERWISE:
+    if not isinstance(block, dict):
         return config
-    return {**config, "block": {key.partition(".")[2]: neutral for key, neutral in ADDED.items()} | block}
+    later = {name: neutral for name, (neutral, _, blocks) in ADDED.items() if block.get("_target_") in blocks}
+    return {**config, "block": later | block}
 
 
 def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

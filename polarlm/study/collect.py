@@ -87,6 +87,6 @@ def _fitting(question: Question, place: Place, config: dict[str, Any], collected
 
 def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any], tuned: str | None) -> list[str]:
     """The settings that both know and that differ, the tuned one aside; a block's later additions are known to all."""
-    known = {**ADDED, "match": None}
+    known = {f"block.{name}": neutral for name, (neutral, *_) in ADDED.items()} | {"match": None}
     ours, theirs = {**known, **ours}, {**known, **theirs}
     return [key for key in ours.keys() & theirs.keys() if key != tuned and ours[key] != theirs[key]]
