@@ -27,12 +27,12 @@ DIFFERENTIABLE = ("q", "k", "v", "m2", "forgotten", "parameters")
 MAX_SIZE = 128  # largest head (real channels) with block sizes that were checked for spills
 
 # (queries per block, keys per block, warps, stages) by kernel, for heads of up to 64 and 128 channels of 2 and 4 bytes.
-# Chosen with benchmarks/triton_aot.py: at most 48 bytes of spills (mostly none) on sm_80, sm_90 and sm_100, and shared
+# Chosen with benchmarks/triton_aot.py: at most 32 bytes of spills (mostly none) on sm_80, sm_90 and sm_100, and shared
 # memory for any GPU from Ampere on. Speed on a GPU had no say: docs/triton.md.
 LAUNCH = {
     "forward": {(64, 2): (64, 32, 4, 2), (128, 2): (64, 32, 8, 2), (64, 4): (32, 16, 4, 2), (128, 4): (16, 32, 4, 1)},
     "query": {(64, 2): (32, 64, 8, 2), (128, 2): (32, 64, 8, 2), (64, 4): (16, 32, 8, 2), (128, 4): (16, 32, 8, 1)},
-    "key": {(64, 2): (64, 32, 8, 2), (128, 2): (64, 32, 8, 2), (64, 4): (32, 16, 4, 1), (128, 4): (32, 16, 8, 1)},
+    "key": {(64, 2): (64, 32, 8, 2), (128, 2): (64, 32, 8, 2), (64, 4): (32, 16, 4, 1), (128, 4): (16, 16, 8, 2)},
     "radial": {(64, 2): (64, 64, 8, 2), (64, 4): (32, 32, 8, 1)},
     "radial_pairs": {(64, 2): (32, 64, 8, 2), (64, 4): (32, 32, 4, 2)},
 }
