@@ -20,7 +20,7 @@ IRRELEVANT = (
 # What `match=` solves.
 SOLVED = {"parameters": "model.ffn_width", "flops": "model.ffn_width", "seconds": "trainer.max_steps"}
 # Settings of blocks that came later: the value at which a block is what it was without them, the settings that say
-# nothing then, and the blocks shipped with another value (a stored configuration without the setting has the neutral one).
+# nothing then, and the blocks shipped with another value (a stored configuration without the key has the neutral one).
 ADDED = {"forgetting": ("none", ("forget_bias",), ("polarlm.attention.PolarAttention",))}
 IRRELEVANT_TRAINER = (
     "accelerator", "devices", "nodes", "strategy", "log_every", "val_every",
