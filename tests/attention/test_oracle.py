@@ -44,7 +44,7 @@ SWITCHES = {
     "irls_steps": [1, 2],
     "backend": ["auto", "reference"],
 }
-# What changes no number of a forward pass, or lies outside the mixer: test_appendix_g.py has project_stream.
+# What changes no number of a forward pass, or lies outside the mixer: test_tied_and_projected.py has project_stream.
 ELSEWHERE = {"value_weight_decay", "project_stream", "mu_spread", "backend"}
 SAMPLES = 60
 WIDTH, HEADS, TOKENS = 16, 4, 7
