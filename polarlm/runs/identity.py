@@ -34,10 +34,9 @@ def experiment_of(config: dict[str, Any]) -> dict[str, Any]:
     kept["trainer"] = {k: v for k, v in config["trainer"].items() if k not in IRRELEVANT_TRAINER}
     if config.get("match") is None:  # as before there was such a setting
         kept = {key: value for key, value in kept.items() if key not in ("match", "match_block")}
-    for name, (neutral, silent, _) in ADDED.items():
-        block = kept.get("block")
-        if isinstance(block, dict) and block.get(name) == neutral:
-            kept["block"] = {key: value for key, value in block.items() if key not in (name, *silent)}
+    block = with_additions(config)["block"]
+    if isinstance(block, dict):  # as before there were these settings
+        kept["block"] = {k: v for k, v in block.items() if k not in ADDED or v != ADDED[k][0]}
     matched = config.get("matched")
     if matched:  # what `match=` solved follows from the rest: the experiment is what was asked
         group, _, name = matched["key"].partition(".")
@@ -46,12 +45,16 @@ def experiment_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_additions(config: dict[str, Any]) -> dict[str, Any]:
-    """A stored configuration with the block's settings that came after it, as they were then."""
-    block = config["block"]
+    """A stored configuration with the block's settings that came after it, as they were then, without silent ones."""
+    block = config.get("block")
     if not isinstance(block, dict):
         return config
     later = {name: neutral for name, (neutral, _, blocks) in ADDED.items() if block.get("_target_") in blocks}
-    return {**config, "block": later | block}
+    block = later | block
+    for name, (neutral, silent, _) in ADDED.items():
+        if block.get(name) == neutral:
+            block = {key: value for key, value in block.items() if key not in silent}
+    return {**config, "block": block}
 
 
 def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -16,7 +16,7 @@ import yaml
 
 from polarlm.errors import UserError
 from polarlm.runs.files import parse_config, printable, require_plain_files
-from polarlm.runs.identity import flatten
+from polarlm.runs.identity import flatten, with_additions
 from polarlm.runs.metrics import Metrics, read_metrics
 from polarlm.runs.probes import MAX_PROBES, StoredProbe, read_probes
 
@@ -43,7 +43,7 @@ class Run:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """The configuration as dotted keys."""
-        return dict(flatten(self.config)) if self.config else {}
+        return dict(flatten(with_additions(self.config))) if self.config else {}
 
     @property
     def name(self) -> str:

@@ -112,15 +112,23 @@ def _distinguishing(groups: Sequence[tuple[str, dict[str, Any]]]) -> set[str]:
 
     A setting that follows from the block (each block's own learning rate) stands once, in the caption.
     """
-    keys = {key for _, varied in groups for key in varied}
-    needed = set()
-    for key in keys:
-        values: dict[str, set[str]] = {}
-        for block, varied in groups:
+    by_values = {key for key in _keys(groups) if _differs(key, groups, absent=False)}
+    apart = {(block, repr([varied.get(key) for key in sorted(by_values)])) for block, varied in groups}
+    # That a group does not have a setting at all is only named where nothing else tells it from another.
+    return by_values if len(apart) == len(groups) else {key for key in _keys(groups) if _differs(key, groups)}
+
+
+def _keys(groups: Sequence[tuple[str, dict[str, Any]]]) -> set[str]:
+    return {key for _, varied in groups for key in varied}
+
+
+def _differs(key: str, groups: Sequence[tuple[str, dict[str, Any]]], absent: bool = True) -> bool:
+    """Whether groups of one block have several values of a setting (its absence counts as one, or not)."""
+    values: dict[str, set[str]] = {}
+    for block, varied in groups:
+        if absent or varied.get(key) is not None:
             values.setdefault(block, set()).add(repr(varied.get(key)))
-        if any(len(seen) > 1 for seen in values.values()):
-            needed.add(key)
-    return needed
+    return any(len(seen) > 1 for seen in values.values())
 
 
 def _usual(groups: Sequence[tuple[dict[str, Any], Sequence[Run]]], said: set[str]) -> dict[str, Any]:

@@ -251,11 +251,11 @@ def test_every_quantity_of_the_probe_is_called_by_words():
 
 
 def test_settings_that_only_one_block_has_are_folded_away(tmp_path):
-    own = {f"block.{name}": 1.0 for name in ("alpha", "beta", "nu_t", "mu", "tau")}
+    own = {f"block.{name}": 1.0 for name in ("alpha", "beta", "nu_t", "mu", "tau")} | {"block.forgetting": "none"}
     write_run(tmp_path / "runs" / "a", "standard", 1, changes={"block.qk_norm": False, "optim.lr": 1e-3})
     write_run(tmp_path / "runs" / "b", "polar", 1, changes={"block.qk_norm": True, "optim.lr": 2e-3, **own})
     compare(tmp_path / "runs", "--out", tmp_path / "report.html")
     section = (tmp_path / "report.html").read_text().partition('id="configuration"')[2].partition("</section>")[0]
     open_part, _, folded = section.partition("<details>")
     assert "optim.lr" in open_part and "block.qk_norm" in open_part and "block.alpha" not in open_part
-    assert "7 settings that only some of the blocks have" in folded and "block.alpha" in folded
+    assert "8 settings that only some of the blocks have" in folded and "block.alpha" in folded

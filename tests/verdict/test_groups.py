@@ -95,3 +95,17 @@ def test_of_many_varied_settings_a_label_names_only_the_unusual_ones(tmp_path):
     assert usual_settings(groups)["polar"]["block.kernel"] == "student"
     grid = [run for run in runs if run.name[0] in "014" and run.block == "polar"]  # two settings: every label says both
     assert {len(g.label.split(" · ")) for g in group_runs(grid)} == {3}
+
+
+def test_a_run_from_before_a_setting_has_the_value_it_had_then_and_what_says_nothing_is_not_named(tmp_path):
+    kept = {"old-1": {}}
+    for name, forgetting in (("off-2", "none"), ("on-1", "content"), ("on-2", "content")):
+        kept[name] = {"block.forgetting": forgetting, "block.forget_bias": 0.0}
+    runs = [
+        read_run(write_run(tmp_path / name, "polar", int(name[-1]), diagnostics=False, changes=changes))
+        for name, changes in kept.items()
+    ]
+    assert [(group.label, group.seeds) for group in group_runs(runs)] == [
+        ("polar · forgetting=content", (1, 2)),
+        ("polar · forgetting=none", (1, 2)),
+    ]
