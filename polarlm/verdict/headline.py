@@ -22,10 +22,15 @@ def headline(judgement: Judgement) -> str:
     what = judgement.measure.title
     lower, higher = ("lower", "higher") if judgement.measure.lower_is_better else ("higher", "lower")
     parts = []
-    for outcome, words in ((BETTER, f"{lower} {what} than"), (WORSE, f"{higher} {what} than")):
-        rows = [row for row in compared if row.outcome == outcome]
+    better = [row for row in compared if row.outcome == BETTER]
+    always = [row for row in better if row.gains and all(gain.outcome == BETTER for gain in row.gains)]
+    # Who wins in every currency must not stand under the reservation that another one needs.
+    for rows in (always, [row for row in better if row not in always]):
         if rows:
-            parts.append(f"{_labels(rows)}: {words} {_baseline(rows)}{_weakest(rows) if outcome == BETTER else ''}")
+            parts.append(f"{_labels(rows)}: {lower} {what} than {_baseline(rows)}{_weakest(rows)}")
+    worse = [row for row in compared if row.outcome == WORSE]
+    if worse:
+        parts.append(f"{_labels(worse)}: {higher} {what} than {_baseline(worse)}")
     same = [row for row in compared if row.outcome == EQUIVALENT]
     if same and judgement.margin:
         parts.append(f"{_labels(same)}: within {judgement.margin:.3g} {judgement.unit} of {_baseline(same)}")

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -34,7 +35,9 @@ def test_blocks_are_judged_on_the_test_split_with_paired_seeds(tmp_path):
     assert polar.comparison.seeds == (1, 2, 3)
     assert polar.comparison.family == 2
     assert "Not equal: FLOPs +22.0 %" in polar.sentence
-    assert headline(judgement).startswith("rfa and polar: lower bits per byte than standard")
+    won, _, with_reservation = headline(judgement).partition("; ")
+    assert won.startswith("polar: lower bits per byte than standard, at equal FLOPs too")
+    assert with_reservation == "rfa: lower bits per byte than standard at equal tokens, not shown at equal FLOPs"
 
 
 def test_one_seed_gives_no_verdict(tmp_path):
@@ -340,6 +343,19 @@ def test_the_headline_names_the_weakest_currency(tmp_path):
     assert re.search(
         r"than standard(, at equal \w+ too| at equal tokens, (but )?not)|every currency", headline(judgement)
     )
+
+
+def test_who_wins_in_every_currency_does_not_stand_under_anothers_reservation(tmp_path):
+    judgement = judge_groups(groups_of(write_sweep(tmp_path, diagnostics=False)))
+    first, rfa, polar = judgement.rows
+    assert (rfa.outcome, polar.outcome) == ("better", "better")
+    by_all, by_one = (
+        replace(gain, factor=replace(gain.factor, mean=1.2, low=low)) for low in (1.1, 0.9) for gain in [polar.gains[0]]
+    )
+    rows = (first, replace(rfa, gains=(by_one, by_all)), replace(polar, gains=(by_all, by_all)))
+    won, _, with_reservation = headline(replace(judgement, rows=rows)).partition("; ")
+    assert won.startswith("polar: lower") and "too (at least 1.20×)" in won
+    assert with_reservation.startswith("rfa: lower") and "not shown at equal" in with_reservation
 
 
 def test_losses_per_document_add_what_text_like_this_would_say(tmp_path):
