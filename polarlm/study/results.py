@@ -13,7 +13,7 @@ from polarlm.study.curves import curve_tables, markdown_table, probe_tables
 from polarlm.study.judge import JudgedPart, Line, check_known, judge_part
 from polarlm.study.plan import Question, every_question
 from polarlm.study.rows import PRIVATE
-from polarlm.study.summaries import Summary, read_summary
+from polarlm.study.summaries import read_summary
 from polarlm.verdict.sentences import signed
 
 INTRODUCTION = """# What we have found
@@ -54,14 +54,15 @@ def write(summaries: Path, out: Path) -> list[Path]:
 
 def page(summaries: Path, draw: Callable[[str, JudgedPart], str | None]) -> str:
     """The whole text."""
-    sections = [INTRODUCTION]
+    answers: list[tuple[Question, dict[str, JudgedPart | None]]] = []
     for question in every_question():
         summary = read_summary(summaries, question.name)
         if not question.in_all and not summary.rows:
             continue
         check_known(question, summary)
-        sections.append(section(question, summary, commentary(summaries, question.name), draw))
-    text = "\n".join(sections)
+        answers.append((question, {name: judge_part(question, name, summary) for name in question.parts}))
+    sections = [section(question, parts, commentary(summaries, question.name), draw) for question, parts in answers]
+    text = "\n".join([INTRODUCTION, overview(answers), *sections])
     others = commentary(summaries, "others").get("")
     return text + (f"\n{others}\n" if others else "")
 
@@ -79,8 +80,32 @@ def commentary(summaries: Path, name: str) -> dict[str, str]:
     return {part: "\n".join(lines).strip() for part, lines in parts.items() if "".join(lines).strip()}
 
 
+def overview(answers: Sequence[tuple[Question, Mapping[str, JudgedPart | None]]]) -> str:
+    """Every finding in one line, below its question."""
+    lines = ["## In short", ""]
+    for question, parts in answers:
+        title = f"{question.number}. {question.title}"
+        lines.append(f"- **[{title}](#{anchor(title)})**")
+        for name, judged in parts.items():
+            if judged is not None:
+                lines.append(f"  - {question.parts[name].title}: {judged.finding}.")
+        missing = [question.parts[name].title for name, judged in parts.items() if judged is None]
+        if missing:
+            lines.append(f"  - Not run yet: {'; '.join(missing)}.")
+    return "\n".join([*lines, ""])
+
+
+def anchor(title: str) -> str:
+    """How GitHub calls a heading in links."""
+    kept = "".join(c for c in title.lower() if c.isalnum() or c in " -_")
+    return kept.replace(" ", "-")
+
+
 def section(
-    question: Question, summary: Summary, words: Mapping[str, str], draw: Callable[[str, JudgedPart], str | None]
+    question: Question,
+    parts: Mapping[str, JudgedPart | None],
+    words: Mapping[str, str],
+    draw: Callable[[str, JudgedPart], str | None],
 ) -> str:
     """One question: what was decided before, then its parts."""
     lines = [
@@ -88,13 +113,13 @@ def section(
         "",
         question.question.strip(),
         "",
-        decided(question, bool(summary.rows)),
+        decided(question, any(judged is not None for judged in parts.values())),
         "",
     ]
     if "" in words:
         lines += [words[""], ""]
     for name, part in question.parts.items():
-        judged = judge_part(question, name, summary)
+        judged = parts[name]
         lines += [f"### {part.title}", ""]
         if judged is None:
             lines += ["Not run yet.", ""]

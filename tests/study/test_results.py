@@ -32,6 +32,16 @@ def test_the_committed_page_is_what_the_committed_rows_give():
                 assert (ROOT / "docs" / "study" / f"{name}.svg").read_bytes() == picture
 
 
+def test_the_overview_has_every_finding_below_its_question_and_says_what_was_not_run():
+    asked = question()
+    judged = judge_part(asked, "letters", summary(-0.02))
+    text = results.overview([(asked, {"letters": judged}), (asked, {"letters": None})])
+    title, part = f"{asked.number}. {asked.title}", asked.parts["letters"].title
+    assert f"- **[{title}](#{results.anchor(title)})**\n  - {part}: {judged.finding}.\n" in text
+    assert text.endswith(f"  - Not run yet: {part}.\n")
+    assert results.anchor("9. Which `polar`, then?") == "9-which-polar-then"
+
+
 def test_rows_come_back_from_their_file_and_the_file_is_stable(tmp_path):
     made, asked = summary(), question()
     path = write_summary(tmp_path, made, asked)
