@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from polarlm.data import Tokenizer
+from polarlm.data.probes import ProbeTask
 from polarlm.errors import UserError
 from polarlm.model import GPT
 
@@ -135,3 +136,22 @@ def stream_text(
 def _overlap(text: str, word: str) -> int:
     """How many characters at the end of the text may be the beginning of the word."""
     return next((n for n in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:n])), 0)
+
+
+@torch.no_grad()
+def answered_example(model: GPT, task: ProbeTask) -> str:
+    """An example of a task that was not trained on, with the model's answer wherever one is asked for.
+
+    `k3→v9` is right, `k3→v7(v9)` would have been v9. What a task's model says elsewhere has no meaning.
+    """
+    model.eval()
+    tokens = next(examples for examples in task.split("val") if len(examples))[:1]
+    right, asked = task.answers(tokens)
+    words = task.words
+    logits = model(torch.from_numpy(tokens).to(model.embedding.weight.device))[..., : len(words)]
+    given = logits.argmax(-1).cpu().numpy()
+    symbols = []
+    for symbol, wanted, answer, counts in zip(tokens[0], right[0], given[0], asked[0], strict=True):
+        correction = "" if answer == wanted else f"({words[wanted]})"
+        symbols.append(f"{words[symbol]}→{words[answer]}{correction}" if counts else words[symbol])
+    return " ".join(symbols)

@@ -13,7 +13,7 @@ from polarlm.training.job import Job
 def finish(job: Job, folder: Path, pictures: Callable[[Path], Any] | None = None) -> dict[str, Any]:
     """Write weights for sharing, a sample and pictures; the summary says `finished` only after all of them."""
     from polarlm.evaluation.baselines import baseline_metrics
-    from polarlm.evaluation.generate import Sampling, stream_text
+    from polarlm.evaluation.generate import Sampling, answered_example, stream_text
     from polarlm.runs.checkpoints import remove_unused_shards
     from polarlm.runs.restore import load_weights, restore_run, save_weights
     from polarlm.training.loggers.json_lines import JsonLines
@@ -34,7 +34,10 @@ def finish(job: Job, folder: Path, pictures: Callable[[Path], Any] | None = None
     peak = max((row["peak_flops"] for row in rows if row.get("peak_flops")), default=None)
     options = config["sample"]
     sampling = Sampling(temperature=options["temperature"], top_k=options["top_k"], seed=config["seed"])
-    sample = "".join(stream_text(run.model, run.tokenizer, options["prompt"], options["tokens"], sampling))
+    if job.corpus.probe is not None:  # continuing symbols that nobody asked for would say nothing
+        sample = answered_example(run.model, job.corpus.probe) if options["tokens"] else ""
+    else:
+        sample = "".join(stream_text(run.model, run.tokenizer, options["prompt"], options["tokens"], sampling))
     summary = {
         **(read_json(folder / "summary.json") or {}),
         **{key: value for key, value in last.items() if key.startswith(("val/", "test/"))},

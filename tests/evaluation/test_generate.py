@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from polarlm.data.probes import Permutations, Recall
 from polarlm.data.tokenizers.tokenizer import ByteTokenizer
 from polarlm.errors import UserError
 from polarlm.evaluation import generate
-from polarlm.evaluation.generate import Sampling, filter_logits, sample_tokens, stream_text
+from polarlm.evaluation.generate import Sampling, answered_example, filter_logits, sample_tokens, stream_text
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -30.0])
 
@@ -78,3 +80,31 @@ def test_writing_ends_before_a_stop_string_of_which_nothing_is_shown(writes):
     assert "".join(pieces) == "one " and not any("E" in piece for piece in pieces)
     writes(b"one EN two")
     assert "".join(stream_text(None, ByteTokenizer(), "x", 99, stop=["END"])) == "one EN two"
+
+
+class AnswersAll(torch.nn.Module):
+    """Knows every answer of a task but the last one asked for."""
+
+    def __init__(self, task):
+        super().__init__()
+        self.task, self.embedding = task, torch.nn.Embedding(1, 1)
+
+    def forward(self, tokens):
+        right, asked = self.task.answers(tokens.numpy().copy())
+        right[0, asked[0].nonzero()[0][-1]] = 2
+        return F.one_hot(torch.from_numpy(right), len(self.task.words) + 5).float()
+
+
+def test_an_example_of_a_task_shows_the_answers_and_what_a_wrong_one_should_have_been():
+    task = Recall(length=12, pairs=2, keys=5)
+    shown = answered_example(AnswersAll(task), task).split(" ")
+    pairs = dict(zip(shown[0:4:2], shown[1:4:2], strict=True))
+    asked = [symbol for symbol in shown[4:] if symbol != "."]
+    assert len(shown) == 12 and len(asked) == 2 and "<" not in "".join(shown)
+    key, _, answer = asked[0].partition("→")
+    assert answer == pairs[key]
+    key, _, answer = asked[1].partition("→")
+    assert answer == f".({pairs[key]})"
+    everywhere = answered_example(AnswersAll(Permutations(length=4)), Permutations(length=4)).split(" ")
+    assert [symbol.count("→") for symbol in everywhere] == [1, 1, 1, 1]
+    assert everywhere[0].split("→")[0] == everywhere[0].split("→")[1]  # the product of one is itself
