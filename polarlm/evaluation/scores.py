@@ -43,12 +43,11 @@ def score_text(
     context: int | None = None,
     stride: int | None = None,
     mask_documents: bool = False,
-    corrupt: Callable[[np.ndarray], np.ndarray] | None = None,
     visit: Visit | None = None,
 ) -> Scores:
     """Score every token once in windows of `context` (the model's own by default) every `stride` tokens."""
     context = context or model.config.context
-    batches = window_batches(text, context, stride or context, mask_documents=mask_documents, corrupt=corrupt)
+    batches = window_batches(text, context, stride or context, mask_documents=mask_documents)
     return score_batches(model, batches, visit=visit)
 
 

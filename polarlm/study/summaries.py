@@ -19,8 +19,6 @@ from polarlm.runs.metrics import AXES, Metrics
 from polarlm.runs.reading import Run
 from polarlm.study.plan import Question
 
-FOLDER = Path("docs/study")
-
 
 @dataclass
 class Summary:

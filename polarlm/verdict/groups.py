@@ -180,7 +180,7 @@ def shared_settings(groups: Sequence[Group]) -> dict[str, Any]:
 
 def varied_number(groups: Sequence[Group]) -> str | None:
     """The one numeric setting in which groups of one block differ, for a response curve; None when there is no such."""
-    keys = {key for key in _distinguishing([(g.block, g.varied) for g in groups])}
+    keys = _distinguishing([(g.block, g.varied) for g in groups])
     # trainer.max_steps and schedule.max_steps move together.
     columns = {tuple(repr(g.varied.get(key)) for g in groups): key for key in sorted(keys, reverse=True)}
     if len(columns) != 1:

@@ -81,7 +81,7 @@ def build_mixture(config: DataConfig, tokens: TokenizerConfig, cache: Path, sect
     for name, part in parts.items():
         if read_data_config(part).probe is not None:
             raise UserError(f"data.parts.{name} is a task with symbols of its own; it cannot be part of a mixture.")
-    common: Mapping[str, Any] = _plain(tokens)
+    common: Mapping[str, Any] = dataclasses.asdict(tokens)
     if tokens.kind in ("bpe", "char", "word"):
         # Learned from all parts in turn, so that none of them decides the vocabulary alone.
         texts = lambda train_only: _in_turn([corpus_texts(part, cache, train_only) for part in parts.values()])  # noqa: E731
@@ -96,10 +96,6 @@ def build_mixture(config: DataConfig, tokens: TokenizerConfig, cache: Path, sect
         "leakage": {name: corpus.manifest["leakage"] for name, corpus in zip(parts, corpora)},
     }  # fmt: skip
     return Corpus(corpora[0].folder, manifest, [(corpus, weights[name]) for name, corpus in zip(parts, corpora)])
-
-
-def _plain(tokens: TokenizerConfig) -> dict[str, Any]:
-    return dataclasses.asdict(tokens)
 
 
 def _join(corpora: Sequence[Corpus], split: str) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ TITLES = {"workspace": "logits, workspace", "parallel": "buckets, gathered weigh
 
 def describe_plan(plan: ResourcePlan) -> str:
     """The whole plan."""
-    return "\n".join([*_headline(plan), "", *_memory(plan), "", *_traffic(plan), "", *_time(plan), "", *_notes(plan)])
+    return "\n".join([*_headline(plan), "", *_memory(plan), "", *_traffic(plan), "", *_time(plan), "", *_notes()])
 
 
 def _headline(plan: ResourcePlan) -> list[str]:
@@ -80,7 +80,7 @@ def _range(numbers: list[float], form: str) -> str:
     return " … ".join(dict.fromkeys(format(number, form) for number in numbers))
 
 
-def _notes(plan: ResourcePlan) -> list[str]:
+def _notes() -> list[str]:
     return [
         "Counted: FLOPs (the model's own), bytes of a step (on fake tensors, with the CPU's kernels, not compiled).",
         "Published: memory, peak FLOP/s and bandwidth of the GPU. Assumed, never measured by us: the MFU (mfu=…), that "
