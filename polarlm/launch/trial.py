@@ -233,14 +233,9 @@ class Trial:
 
     def jobs(self) -> list[dict[str, Any]]:
         """What was done so far; a line that a kill cut off does not count."""
-        jobs = []
-        if self.progress.exists():
-            for line in self.progress.read_text(encoding="utf-8").splitlines():
-                try:
-                    jobs.append(json.loads(line))
-                except ValueError:
-                    continue
-        return jobs
+        from polarlm.runs.files import json_lines
+
+        return json_lines(self.progress)
 
     def loss(self, phase: str, name: str) -> float | None:
         """The deciding number of a run, None where it has none."""

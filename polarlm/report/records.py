@@ -1,6 +1,5 @@
 """What `eval.py` left in the run folders: curves (position, length, corruption, calibration …) and numbers."""
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 from polarlm.evaluation.metrics import METRICS
 from polarlm.report.tables import Table, show_estimate
 from polarlm.runs.evaluations import FOLDER
+from polarlm.runs.files import json_object
 from polarlm.verdict.estimates import estimate_mean
 from polarlm.verdict.groups import Group
 
@@ -113,15 +113,9 @@ NUMBERS: dict[str, tuple[tuple[str, str], ...]] = {
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
     """Every readable record of a run, oldest first."""
-    records = []
-    for path in sorted((folder / FOLDER).glob("*.json"), key=lambda p: (p.stat().st_mtime, p.name)):
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            continue  # being written
-        if isinstance(record, dict) and isinstance(record.get("protocol"), dict):
-            records.append(record)
-    return records
+    paths = sorted((folder / FOLDER).glob("*.json"), key=lambda p: (p.stat().st_mtime, p.name))
+    records = [json_object(path) for path in paths]  # one may be being written
+    return [record for record in records if isinstance(record.get("protocol"), dict)]
 
 
 def curve_panels(groups: Sequence[Group]) -> list[dict[str, Any]]:

@@ -119,7 +119,7 @@ def json_report(judgement: Judgement, payload: dict[str, Any]) -> dict[str, Any]
             "p_value": row.comparison.p_value if row.comparison else None,
             "p_adjusted": row.comparison.p_adjusted if row.comparison else None,
             "outcome": row.outcome,
-            "simultaneous": _finite_ends(row.comparison.simultaneous) if row.comparison else None,
+            "simultaneous": finite_ends(row.comparison.simultaneous) if row.comparison else None,
             "gains": {gain.currency: plain(gain.factor) for gain in row.gains},
             "head_size": row.head_size,
             "verdict": row.sentence,
@@ -141,8 +141,8 @@ def json_report(judgement: Judgement, payload: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def _finite_ends(interval: tuple[float, float] | None) -> list[float | None] | None:
-    """An open end (infinity) is null in JSON."""
+def finite_ends(interval: tuple[float, float] | None) -> list[float | None] | None:
+    """An open end (infinity), known only to lie beyond zero, is null in JSON."""
     return None if interval is None else [end if math.isfinite(end) else None for end in interval]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from polarlm.report.tables import finite_ends
 from polarlm.verdict.comparison import NOT_SHOWN, Comparison
 from polarlm.verdict.evidence import ALPHA
 from polarlm.verdict.groups import Group, short_key, varied_number, varied_value
@@ -59,13 +60,11 @@ def _row(index: int, judged: Judged) -> dict[str, Any]:
 
 
 def _interval(c: Comparison) -> dict[str, Any]:
-    ends = c.simultaneous or (None, None)
     return {
         "mean": c.difference.mean if math.isfinite(c.difference.mean) else None,
         "low": c.difference.low,
         "high": c.difference.high,
-        # null: an open end, known only to lie beyond zero
-        "all": None if c.simultaneous is None else [e if e is not None and math.isfinite(e) else None for e in ends],
+        "all": finite_ends(c.simultaneous),
         "p": c.p_adjusted,
     }
 
