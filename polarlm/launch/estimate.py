@@ -15,14 +15,9 @@ CHARACTERS, UNKNOWN = 100, 10_000  # vocabularies that only the text will tell
 
 def seconds_of_jobs(configs: Sequence[dict[str, Any]], threads: int | None = None) -> list[float] | None:
     """Expected training seconds of every configuration; None where measuring is not worth it."""
-    from polarlm.training.batching import plan_batches, total_steps
+    from polarlm.training.batching import plan_run
 
-    steps = []
-    for config in configs:
-        t = config["trainer"]
-        processes = t["devices"] * t["nodes"]
-        plan = plan_batches(t["batch_tokens"], config["model"]["context"], processes, t["micro_batch_tokens"])
-        steps.append(total_steps(t["max_steps"], t["max_tokens"], plan.tokens))
+    steps = [plan_run(config)[1] for config in configs]
     if sum(steps) < FEWEST_STEPS or any(config["trainer"]["devices"] > 1 for config in configs):
         return None
     kinds = {kind_of(config): config for config in configs}
