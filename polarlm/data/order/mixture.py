@@ -16,7 +16,7 @@ from polarlm.data.config import SPLITS, DataConfig, read_data_config
 from polarlm.data.corpus import Corpus, build_corpus
 from polarlm.data.order.permutation import Permutation, key
 from polarlm.data.order.sequences import Sequences
-from polarlm.data.store.build import corpus_texts, trained_tokenizer
+from polarlm.data.store.build import corpus_texts, split_summary, trained_tokenizer
 from polarlm.data.tokenizers.config import TokenizerConfig
 from polarlm.errors import UserError
 
@@ -102,13 +102,12 @@ def _join(corpora: Sequence[Corpus], split: str) -> dict[str, Any] | None:
     summaries = [(corpus.folder.resolve(), s) for corpus in corpora if (s := corpus.manifest["splits"].get(split))]
     if not summaries:
         return None
-    totals = {what: sum(s[what] for _, s in summaries) for what in ("tokens", "documents", "bytes", "unknown")}
     # Absolute paths: the shards lie in the folders of the parts.
     shards = [
         {**shard, "file": str(folder / shard["file"]), "documents_file": str(folder / shard["documents_file"])}
         for folder, summary in summaries for shard in summary["shards"]
     ]  # fmt: skip
-    return {**totals, "shards": shards}
+    return split_summary(shards)
 
 
 def _in_turn(streams: Sequence[Iterator[str]]) -> Iterator[str]:
