@@ -17,8 +17,7 @@ from polarlm.geometry.multihead import PROJECTIONS
 from polarlm.geometry.precision import MAX_QUERY_PRECISION, MIN_MAGNITUDE
 
 from .build import library
-from .call import KERNELS, RADIAL_CORRELATIONS, RADIAL_MODES
-from .native_backend import VECTOR_BYTES, WORTH_SHARING, Call, Strides, parallel, unbuilt
+from .native_backend import VECTOR_BYTES, WORTH_SHARING, Call, Strides, parallel, switches_of, unbuilt
 from .noise import DirectionalNoise, RadialNoise
 
 
@@ -124,14 +123,11 @@ class Decoder:
         if forgotten is not None:
             self.remember(forgotten)
         self._library = library("float")
-        self._row = Strides(0, size, size)  # one query: its heads lie side by side
         call = Call(
-            1, recipe.heads, groups, 1, capacity, size, KERNELS.index(recipe.kernel),
-            recipe.decay_keys and recipe.kernel != "gaussian", recipe.decay_values, recipe.residual_form == "dot",
-            RADIAL_MODES.index(recipe.radial_mode), RADIAL_CORRELATIONS.index(recipe.radial_correlation),
+            1, recipe.heads, groups, 1, capacity, size, *switches_of(recipe),
             1, 1, 0, False, capacity, size / 2, 0.0, MAX_QUERY_PRECISION, MIN_MAGNITUDE,
         )  # fmt: skip
-        call.q_at = call.out_at = self._row
+        call.q_at = call.out_at = Strides(0, size, size)  # one query: its heads lie side by side
         call.k_at = call.v_at = Strides(*keys.stride()[:3])
         call.point(noise=noise, radial_noise=radial, magnitude=magnitudes)
         clamp = -1.0 if recipe.evidence_clamp is None else recipe.evidence_clamp
