@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from polarlm.errors import UserError
+
 MOST_KINDS = 12  # of more kinds of jobs one per block is measured, and the others follow by their FLOPs
 FEWEST_STEPS = 400  # of all jobs together: less is over before it is measured
 SECONDS = 1.0  # of measuring per kind
@@ -63,7 +65,6 @@ def kind_of(config: dict[str, Any]) -> str:
 
 def likely_vocabulary(config: dict[str, Any]) -> int:
     """The tokenizer's vocabulary where its settings tell it, else a usual one."""
-    from polarlm.errors import UserError
     from polarlm.training.planning.plan import vocabulary_of
 
     try:
