@@ -39,6 +39,10 @@ class Summary:
             self.settings[row["part"], row["variant"]] = dict(settings)
         return place is None
 
+    def at(self, part: str, variant: str, stage: str) -> list[dict[str, Any]]:
+        """The rows of one stage (tune or seeds) of a variant."""
+        return [row for row in self.rows if (row["part"], row["variant"], row["stage"]) == (part, variant, stage)]
+
     def by_identity(self) -> dict[str, dict[str, Any]]:
         """identity → row of everything that ended."""
         return {row["identity"]: row for row in self.rows}

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from polarlm.verdict.comparison import BETTER, EQUIVALENT, NOT_SHOWN, WORSE
 from polarlm.verdict.judgement import COMPARED, UNEQUAL, Judged, Judgement
+from polarlm.verdict.sentences import listed
 
 
 def headline(judgement: Judgement) -> str:
@@ -67,7 +68,4 @@ def _weakest(rows: Sequence[Judged]) -> str:
 
 
 def _labels(rows: Sequence[Judged]) -> str:
-    labels = [row.group.label for row in rows]
-    if len(labels) > 4:
-        return f"{len(labels)} groups"
-    return " and ".join([", ".join(labels[:-1]), labels[-1]] if len(labels) > 1 else labels)
+    return f"{len(rows)} groups" if len(rows) > 4 else listed([row.group.label for row in rows])
