@@ -77,7 +77,7 @@ def _response(groups: Sequence[Group], judgement: Judgement) -> dict[str, Any] |
     points: list[dict[str, Any]] = []
     for index, (group, row) in enumerate(zip(groups, judgement.rows)):
         value = varied_value(group, key)
-        estimate = row.estimates[judgement.metric]
+        estimate = row.estimates[judgement.measure.name]
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not estimate.n:
             continue
         seeds = [v for v in seed_losses(group, judgement.measure).values() if math.isfinite(v)]
@@ -112,7 +112,7 @@ def _waterfall(judgement: Judgement) -> list[dict[str, Any]] | None:
     """Every step of a ladder with the level it starts from."""
     steps = []
     for step in judgement.steps:
-        level = judgement.rows[step.before].estimates[judgement.metric]
+        level = judgement.rows[step.before].estimates[judgement.measure.name]
         steps.append(
             {
                 "group": step.group,

@@ -52,9 +52,14 @@ class Call(ctypes.Structure):
     def point(self, **tensors: Tensor | None) -> None:
         """Fill in addresses, and strides where the kernels ask for them."""
         for name, x in tensors.items():
-            setattr(self, name, None if x is None else x.data_ptr())
+            setattr(self, name, address(x))
             if x is not None and hasattr(self, f"{name}_at"):
                 setattr(self, f"{name}_at", Strides(*x.stride()[:3]))
+
+
+def address(x: Tensor | None) -> int | None:
+    """Where a tensor's numbers lie."""
+    return None if x is None else x.data_ptr()
 
 
 def switches_of(call: Any) -> list[int]:

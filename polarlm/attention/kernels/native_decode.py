@@ -17,7 +17,7 @@ from polarlm.geometry.multihead import PROJECTIONS
 from polarlm.geometry.precision import MAX_QUERY_PRECISION, MIN_MAGNITUDE
 
 from .build import library
-from .native_backend import VECTOR_BYTES, WORTH_SHARING, Call, Strides, parallel, switches_of, unbuilt
+from .native_backend import VECTOR_BYTES, WORTH_SHARING, Call, Strides, address, parallel, switches_of, unbuilt
 from .noise import DirectionalNoise, RadialNoise
 
 
@@ -136,9 +136,8 @@ class Decoder:
             recipe.alpha_by_m, 0, 0, 0, keys.stride(0), 0 if magnitudes is None else magnitudes.stride(0),
             recipe.qk_radius, recipe.eps, recipe.alpha, recipe.beta, clamp,
         )  # fmt: skip
-        decode.keys, decode.values = keys.data_ptr(), values.data_ptr()
-        decode.magnitudes = None if magnitudes is None else magnitudes.data_ptr()
-        decode.forgotten = None if self.forgotten is None else self.forgotten.data_ptr()
+        decode.keys, decode.values = address(keys), address(values)
+        decode.magnitudes, decode.forgotten = address(magnitudes), address(self.forgotten)
         make, drop = self._library.polarlm_new_tables, self._library.polarlm_drop_tables
         make.restype, drop.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
         decode.tables = make(ctypes.byref(call))
@@ -167,7 +166,7 @@ class Decoder:
         decode.call.threads = torch.get_num_threads() if work >= WORTH_SHARING else 1
         decode.q, decode.k, decode.v, decode.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         log_forget = None if log_forget is None else log_forget.contiguous()
-        decode.log_forget = None if log_forget is None else log_forget.data_ptr()
+        decode.log_forget = address(log_forget)
         decode.q_row, decode.k_row, decode.v_row = q.stride(0), k.stride(0), v.stride(0)
         self._library.polarlm_decode(ctypes.byref(decode), parallel())
         return out
@@ -187,9 +186,7 @@ class LayerDecoder:
         layer.projections[: len(weights.projections)] = [w.data_ptr() for w in weights.projections]
         layer.norms[:] = [w.data_ptr() for w in weights.norms]
         layer.out, layer.up, layer.down = (w.data_ptr() for w in (weights.out, weights.up, weights.down))
-        gate, offset = weights.gate or (None, None)
-        layer.gate = None if gate is None else gate.data_ptr()
-        layer.gate_offset = None if offset is None else offset.data_ptr()
+        layer.gate, layer.gate_offset = map(address, weights.gate or (None, None))
         layer.memory = self._memory.data_ptr()
         self._run = library("float").polarlm_layer
 
