@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from polarlm.data import Corpus, LMDataModule, build_corpus
-from polarlm.errors import UserError
 from polarlm.model import GPT
 from polarlm.model.build import build_model, warn_about_idle_settings
 from polarlm.runs.restore import start_from
@@ -42,8 +41,6 @@ def build_job(config: dict[str, Any]) -> Job:
     t = config["trainer"]
     accelerator = choose_accelerator(t["accelerator"])
     precision = choose_precision(t["precision"], accelerator)
-    if t["strategy"] not in ("auto", "ddp", "fsdp"):
-        raise UserError(f"trainer.strategy={t['strategy']!r} is unknown; choose auto, ddp or fsdp")
     plan, steps = plan_run(config)
     schedule = build_schedule(config["schedule"], steps * plan.tokens)
     corpus = build_corpus(config["data"], config["tokenizer"], config["cache_dir"])
