@@ -95,7 +95,3 @@ def parser() -> Parser:
     for package in (sweep, tune, study, runs, inspect, report, trial, data, doctor, wandb_workspace):
         package.add_parser(verbs)
     return top
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,3 +15,8 @@ def aligned(rows: Sequence[Sequence[str]], *, first_left: bool = True) -> list[s
             cells[0] = row[0].ljust(widths[0])
         lines.append("  ".join(cells).rstrip())
     return lines
+
+
+def indented(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The same below a title."""
+    return [f"  {line}" for line in aligned(rows)]

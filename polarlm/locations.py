@@ -12,6 +12,16 @@ CONFIGS = next(
 )
 
 
+def config_folders() -> list[Path]:
+    """Where yaml files are chosen from: ours, and the user's own."""
+    return [CONFIGS, *([folder] if (folder := own_configs()) else [])]
+
+
+def choices_of(group: str) -> list[str]:
+    """The names that `<group>=` knows."""
+    return sorted({path.stem for folder in config_folders() for path in (folder / group).glob("*.yaml")})
+
+
 def own_configs() -> Path | None:
     """A folder `configs` where the command is typed: its choices join ours (configs/block/mine.yaml: block=mine)."""
     folder = Path.cwd() / "configs"

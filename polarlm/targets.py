@@ -15,14 +15,14 @@ from typing import Any
 import yaml
 
 from polarlm.errors import UserError
-from polarlm.locations import CONFIGS, own_configs
+from polarlm.locations import config_folders
 
 
 def named_targets(group: str) -> dict[str, Path]:
     """Every target that a yaml of the group names, with the first yaml that does."""
     named: dict[str, Path] = {}
-    for folder in (CONFIGS, own_configs()):
-        for path in sorted((folder / group).glob("*.yaml")) if folder else ():
+    for folder in config_folders():
+        for path in sorted((folder / group).glob("*.yaml")):
             section = yaml.safe_load(path.read_text(encoding="utf-8"))
             if isinstance(section, dict) and isinstance(section.get("_target_"), str):
                 named.setdefault(section["_target_"], path)

@@ -1,13 +1,15 @@
 """Text from a model or a stranger, safe to print: a terminal obeys control characters, so they are shown instead.
 
-And lines of our own that are longer than the terminal is wide.
+And lines of our own: those that are longer than the terminal is wide, those that are said once.
 """
 
 from __future__ import annotations
 
 import shutil
+import sys
 import textwrap
 import unicodedata
+from functools import cache
 from typing import TextIO
 
 # Cc: control characters; Cf: invisible formatting (also what turns text around); the rest has no glyph of its own.
@@ -21,6 +23,12 @@ def visible_text(text: str) -> str:
         character if character in _KEPT or unicodedata.category(character) not in _HIDDEN else escape(character)
         for character in text
     )
+
+
+@cache
+def say_once(text: str) -> None:
+    """Print a line on stderr the first time it applies in this process (a sweep has many runs)."""
+    print(text, file=sys.stderr)
 
 
 def escape(character: str) -> str:

@@ -1,6 +1,6 @@
 """Token mixers: the attention half of a block, one file per idea."""
 
-from polarlm.attention.mixer import KeyValueCache, Mixer, MixerShape, TokenContext
+from polarlm.attention.mixer import Mixer, MixerShape, TokenContext
 from polarlm.attention.polar import PolarAttention
 from polarlm.attention.polar_literal import PolarLiteralAttention
 from polarlm.attention.rfa import RobustFilterAttention
@@ -9,7 +9,6 @@ from polarlm.attention.xsa import ExclusiveAttention
 
 __all__ = [
     "ExclusiveAttention",
-    "KeyValueCache",
     "Mixer",
     "MixerShape",
     "PolarAttention",

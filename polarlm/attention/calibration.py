@@ -39,7 +39,6 @@ def probe_rms(mixer: Mixer) -> float:
         record={},  # which also means the reference path: nothing is compiled to make a model
         positions=positions.to(weight.device),
     )
-    with torch.no_grad():
-        out = mixer.eval()(stream.to(weight), context)
+    out = mixer.eval()(stream.to(weight), context)
     mixer.train(training)
     return out.double().square().mean().sqrt().item()

@@ -150,18 +150,18 @@ def slowest_instead_of_none(rates: Tensor) -> Tensor:
     return rates if not positive.numel() else torch.where(rates > 0, rates, positive.min())
 
 
-def matched_variance(kernel: str, head_dim: int, nu: Tensor, tau: Tensor, numerator: float = 1.0) -> Tensor:
+def matched_variance(kernel: str, head_dim: int, nu: Tensor, tau: Tensor) -> Tensor:
     """Total noise variance that gives a fresh block the logit range of QK-normed dot-product attention (section 5).
 
     That range, from cos = 0 to cos = 1, is sqrt(Dh). With ||q||^2 = ||k||^2 = d_h the residual term at cos = 0 is
-    x = 2*numerator/S: the exponential kernel gives x/tau, Student-t (nu+1)*log(1 + x/nu).
+    x = 2/S: the exponential kernel gives x/tau, Student-t (nu+1)*log(1 + x/nu).
     """
     target = math.sqrt(head_dim)
     if kernel == "student_mle":  # log(1 + x/nu) is so flat that a wide head's range would need kappa beyond its cap
         x = nu * math.expm1(min(target, 5.0))
     else:
         x = nu * torch.expm1(target / (nu + 1)) if kernel == "student" else tau * target
-    return 2 * numerator / x
+    return 2 / x
 
 
 def choice(name: str, value: str | bool, allowed: Sequence[str], also: Mapping[str, str] | None = None) -> str:

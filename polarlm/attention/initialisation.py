@@ -37,12 +37,12 @@ class Initialisation:
         deviation = self.hidden(fan_in) / (2 * self.n_layer) ** 0.5 * (scale if self.kind == "width" else 1.0)
         return 0.0 if self.zero else deviation
 
-    def added_rms(self, d_model: int, layers: float, attention: float = ATTENTION_RMS) -> float:
+    def added_rms(self, d_model: int, layers: float) -> float:
         """RMS per channel of what `layers` fresh layers have added to the stream."""
         if self.zero:
             return 0.0
         if self.kind == "width":
-            return (layers * (attention**2 + FEED_FORWARD_RMS**2) / (2 * self.n_layer)) ** 0.5
+            return (layers * (ATTENTION_RMS**2 + FEED_FORWARD_RMS**2) / (2 * self.n_layer)) ** 0.5
         # Values on the sphere have RMS 1 whatever the convention; a feed-forward then adds about GPT2_STD.
         values = 0.6 * (d_model / (2 * self.n_layer)) ** 0.5
         return GPT2_STD * (layers * (values**2 + 1)) ** 0.5

@@ -102,6 +102,7 @@ class Mixer(nn.Module):
     rotate_values = False  # True: values are transported like keys; diagnostics compares directions in one frame
     calibrated = True  # False: W_o keeps the scale it was built with
     input_rms = 1.0  # of the stream a fresh model hands over
+    qkv: nn.Linear  # of most mixers: all three projections in one
     out: nn.Linear  # W_o, whose output is added to the residual stream
 
     def __init__(self, shape: MixerShape) -> None:
@@ -128,7 +129,7 @@ class Mixer(nn.Module):
 
     def projections(self) -> tuple[nn.Linear, ...]:
         """The one or two maps that give such a decoder q, k and v side by side."""
-        raise NotImplementedError
+        return (self.qkv,)
 
     def flops_per_token(self, context: int) -> int:
         """Forward floating-point operations per token, averaged over the causal positions of a context."""

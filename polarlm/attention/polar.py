@@ -191,7 +191,7 @@ class PolarAttention(Mixer):
             # Of a fresh model's stream where this layer reads it: embedding plus what came before.
             self.input_rms = math.hypot(shape.stream_std, shape.initial.added_rms(d, shape.layer))
         values["gain"] = torch.tensor(1 / self.input_rms)
-        idle = self.without_effect() | unused_here(self.uncertainty, shape.layer)
+        idle = self.without_effect() | unused_here(shape.layer)
         # Magnitudes that do not decay have no rate, and variances that are not widened no share.
         idle |= {name for name in ("mu_r", "widen_q", "widen_k") if not values[name].any()}
         used = {name: value for name, value in values.items() if name not in idle}

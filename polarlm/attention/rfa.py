@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from polarlm.attention.additions import HeadGate, ValueResidual
 from polarlm.attention.decoding import decode, decoder_for
@@ -29,13 +29,7 @@ from polarlm.attention.frequencies import Frequencies, Turns
 from polarlm.attention.initialisation import linear
 from polarlm.attention.kernels import PLAIN_KERNELS, DirectionalNoise, RobustCall, robust_attention
 from polarlm.attention.kernels.native_decode import Recipe
-from polarlm.attention.mixer import (
-    Mixer,
-    MixerShape,
-    TokenContext,
-    merge_heads,
-    split_heads,
-)
+from polarlm.attention.mixer import Mixer, MixerShape, TokenContext, merge_heads, split_heads
 from polarlm.attention.rows import SPHERE_EPS, on_sphere, rotate
 
 PARAMETERS = ("nu", "eta_q", "eta_k", "sigma_0", "sigma_process", "mu", "tau")
@@ -165,10 +159,6 @@ class RobustFilterAttention(Mixer):
     def decoder(self, x: Tensor, context: TokenContext) -> Any:
         """Of the recipe."""
         return decoder_for(x, context, self.backend, self._recipe)
-
-    def projections(self) -> tuple[nn.Linear, ...]:
-        """All three in one."""
-        return (self.qkv,)
 
     def _recipe(self) -> Recipe | None:
         """What a layer decodes with; frequencies of its own and additions take the long way."""

@@ -139,10 +139,6 @@ class StandardAttention(Mixer):
         """Of the recipe."""
         return decoder_for(x, context, self.backend, self._recipe)
 
-    def projections(self) -> tuple[nn.Linear, ...]:
-        """All three in one."""
-        return (self.qkv,)
-
     def _recipe(self) -> Recipe | None:
         """What a layer decodes with: soft-max attention is the exponential kernel of -2 q.k at precision 1."""
         additions = (self.q_norm, self.head_gate, self.value_residual)

@@ -13,15 +13,12 @@ import torch
 from torch import Tensor
 
 from polarlm.attention.mixer import TokenContext
-from polarlm.attention.polar_noise import CARRIED
 from polarlm.geometry.precision import log_or_minus_infinity
 from polarlm.geometry.uncertainty import carry_to_next_layer, covariance_intersection
 
 
-def unused_here(uncertainty: str, layer: int) -> set[str]:
+def unused_here(layer: int) -> set[str]:
     """Parameters that this layer has no use for: only the first has a prior of its own, only the others relax one."""
-    if uncertainty == "none":
-        return set(CARRIED)
     return {"relax_a", "relax_b"} if layer == 0 else {"precision_0"}
 
 

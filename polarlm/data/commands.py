@@ -14,7 +14,7 @@ from polarlm.data.corpus import Corpus, build_corpus, find_damage, prepared_corp
 from polarlm.data.order.permutation import Permutation, key
 from polarlm.data.store.tokens import TokenStore
 from polarlm.errors import UserError, did_you_mean
-from polarlm.locations import CONFIGS, own_configs
+from polarlm.locations import CONFIGS, choices_of, own_configs
 from polarlm.visible import visible_text
 
 _BAR = 40
@@ -58,7 +58,7 @@ def data_settings(choices: list[str]) -> tuple[dict[str, Any], dict[str, Any], s
             config: Any = OmegaConf.to_container(hydra_compose("train", [*choices, *search]), resolve=False)
     except MissingConfigException as error:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
-        options = corpora() if group == "data" else list(error.options or ())
+        options = choices_of("data") if group == "data" else list(error.options or ())
         near = did_you_mean(choice, options)
         raise UserError(f"{group}={choice} does not exist. {near}Choices: {', '.join(options)}.") from None
     except HydraException as error:
@@ -70,12 +70,6 @@ def data_settings(choices: list[str]) -> tuple[dict[str, Any], dict[str, Any], s
         OmegaConf.create({k: config[k] for k in ("data", "tokenizer", "cache_dir")}), resolve=True
     )
     return plain["data"], plain["tokenizer"], plain["cache_dir"]
-
-
-def corpora() -> list[str]:
-    """The names that `data=` knows."""
-    folders = [folder for folder in (CONFIGS, own_configs()) if folder]
-    return sorted({path.stem for folder in folders for path in (folder / "data").glob("*.yaml")})
 
 
 def prepare(options: argparse.Namespace) -> int:

@@ -136,15 +136,12 @@ def build_corpus(
     return corpus
 
 
-def prepared_corpus(
-    data: Mapping[str, Any], tokenizer: Mapping[str, Any], cache_dir: str | Path = "data/cache", *,
-    section_bytes: int = SECTION_BYTES,
-) -> Corpus | None:  # fmt: skip
+def prepared_corpus(data: Mapping[str, Any], tokenizer: Mapping[str, Any], cache_dir: str | Path) -> Corpus | None:
     """The prepared corpus as it lies there, neither checked nor repaired; None if it has not been prepared."""
     config, tokens = read_data_config(data), read_tokenizer_config(tokenizer)
     if config.source == "mixture":
-        return build_corpus(data, tokenizer, cache_dir, section_bytes=section_bytes)
-    *_, folder = _place(config, tokens, Path(cache_dir), section_bytes)
+        return build_corpus(data, tokenizer, cache_dir)
+    *_, folder = _place(config, tokens, Path(cache_dir), SECTION_BYTES)
     manifest = read_manifest(folder)
     return None if manifest is None else Corpus(folder, manifest)
 

@@ -42,12 +42,7 @@ def _extension_values(layer: Layer) -> dict[str, Tensor]:
 
 def log_precisions(layer: Layer) -> dict[str, Tensor]:
     """log κ and log κ̃ (B or 1, H, T, T) of the blocks that have them."""
-    result: dict[str, Tensor] = {}
-    for name in ("log_kappa", "log_kappa_tilde"):
-        if name in layer.record:
-            value = wide(layer.record[name])
-            result[name] = value if value.dim() == 4 else value.unsqueeze(0)
-    return result
+    return {name: wide(layer.record[name]) for name in ("log_kappa", "log_kappa_tilde") if name in layer.record}
 
 
 def _robust_values(layer: Layer) -> dict[str, Tensor]:

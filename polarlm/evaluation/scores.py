@@ -14,6 +14,7 @@ from polarlm.evaluation.text import Text
 from polarlm.evaluation.windows import WindowBatch, window_batches
 from polarlm.ignored import IGNORED
 from polarlm.model import GPT
+from polarlm.model.gpt import document_positions
 
 Visit = Callable[[Tensor, Tensor], None]  # (log-probabilities (n, V), targets (n,)) of the tokens that count
 
@@ -43,12 +44,11 @@ def score_text(
     context: int | None = None,
     stride: int | None = None,
     mask_documents: bool = False,
-    corrupt: Callable[[np.ndarray], np.ndarray] | None = None,
     visit: Visit | None = None,
 ) -> Scores:
     """Score every token once in windows of `context` (the model's own by default) every `stride` tokens."""
     context = context or model.config.context
-    batches = window_batches(text, context, stride or context, mask_documents=mask_documents, corrupt=corrupt)
+    batches = window_batches(text, context, stride or context, mask_documents=mask_documents)
     return score_batches(model, batches, visit=visit)
 
 
@@ -65,8 +65,8 @@ def score_batches(model: GPT, batches: Iterable[WindowBatch], *, visit: Visit | 
         rows, columns = (index.numpy() for index in counted.nonzero(as_tuple=True))
         targets = batch.targets[counted].to(device)
         nats, entropy, correct = _judge(model, hidden[counted.to(device)], targets, visit)
-        seen = columns + 1 if batch.documents is None else _seen(batch.documents.numpy())[rows, columns]
-        parts.append((batch.places[rows, columns], targets.cpu().numpy(), seen, nats, entropy, correct))
+        before = columns if batch.documents is None else document_positions(batch.documents).numpy()[rows, columns]
+        parts.append((batch.places[rows, columns], targets.cpu().numpy(), before + 1, nats, entropy, correct))
     model.train(training)
     joined = [np.concatenate(part) for part in zip(*parts)]
     order = np.argsort(joined[0], kind="stable")
@@ -84,11 +84,3 @@ def _judge(model: GPT, hidden: Tensor, targets: Tensor, visit: Visit | None) -> 
         others = logp.scatter(1, target[:, None], -torch.inf).amax(-1)
         parts.append((-picked.double(), entropy, picked > others))
     return tuple(torch.cat(part).cpu().numpy() for part in zip(*parts))
-
-
-def _seen(documents: np.ndarray) -> np.ndarray:
-    """(B, T) tokens of the own document read so far, the one at hand included."""
-    first = np.ones_like(documents, bool)
-    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    index = np.arange(documents.shape[1])
-    return index - np.maximum.accumulate(np.where(first, index, 0), axis=1) + 1

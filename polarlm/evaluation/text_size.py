@@ -33,15 +33,17 @@ def text_size(store: TokenStore, tokenizer: Tokenizer, tokens: int | None = None
 
 
 def decoded_size(store: TokenStore, tokenizer: Tokenizer, tokens: int) -> TextSize:
-    """What the first `tokens` tokens decode to, document by document; end-of-text tokens stand for nothing."""
+    """What the first `tokens` tokens decode to, document by document."""
     borders = np.unique(np.concatenate([[0], store.document_starts(0, tokens), [tokens]])).tolist()
     size = characters = words = 0
     for begin, end in itertools.pairwise(borders):
-        ids = store[begin:end]
-        if tokenizer.eos_id is not None:
-            ids = ids[ids != tokenizer.eos_id]
-        text = tokenizer.decode(ids.tolist())
+        text = decoded_text(store[begin:end], tokenizer)
         size += len(text.encode())
         characters += len(text)
         words += len(text.split())
     return TextSize(tokens, size, characters, words)
+
+
+def decoded_text(ids: np.ndarray, tokenizer: Tokenizer) -> str:
+    """What ids decode to; end-of-text tokens stand for nothing."""
+    return tokenizer.decode((ids if tokenizer.eos_id is None else ids[ids != tokenizer.eos_id]).tolist())

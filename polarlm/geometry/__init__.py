@@ -5,60 +5,30 @@ robust (influence), likelihood, multihead (Prop. 5), simulation and the two filt
 directional_objective and uncertainty. docs/theory.md maps every equation to its function and test.
 """
 
-from polarlm.geometry.isotropic_filter import IsotropicEstimate, IsotropicFilter
+from polarlm.geometry.isotropic_filter import IsotropicFilter
 from polarlm.geometry.multihead import project
-from polarlm.geometry.polar import from_polar, polar_differential, polar_update, to_polar
-from polarlm.geometry.rt_filter import RTEstimate, RTFilter
+from polarlm.geometry.polar import from_polar, polar_update, to_polar
+from polarlm.geometry.rt_filter import RTFilter
 from polarlm.geometry.simulation import RTModel, Trajectory, simulate
-from polarlm.geometry.sphere import (
-    angle_between,
-    exp_map,
-    geodesic_step,
-    log_map,
-    mean_direction,
-    mean_resultant_length,
-    normalise,
-    radial_part,
-    retract,
-    slerp,
-    tangential_part,
-)
-from polarlm.geometry.transport import (
-    phase_tables,
-    rotary_frequencies,
-    rotary_tables,
-    rotate,
-    rotate_aggregate_counter_rotate,
-    transport,
-)
+from polarlm.geometry.sphere import angle_between, exp_map, mean_direction, normalise, retract, tangential_part
+from polarlm.geometry.transport import rotary_tables, rotate, transport
 
 __all__ = [
-    "IsotropicEstimate",
     "IsotropicFilter",
-    "RTEstimate",
     "RTFilter",
     "RTModel",
     "Trajectory",
     "angle_between",
     "exp_map",
     "from_polar",
-    "geodesic_step",
-    "log_map",
     "mean_direction",
-    "mean_resultant_length",
     "normalise",
-    "phase_tables",
-    "polar_differential",
     "polar_update",
     "project",
-    "radial_part",
     "retract",
-    "rotary_frequencies",
     "rotary_tables",
     "rotate",
-    "rotate_aggregate_counter_rotate",
     "simulate",
-    "slerp",
     "tangential_part",
     "to_polar",
     "transport",

@@ -9,7 +9,7 @@ from typing import Any
 from polarlm.data.config import DataConfig, read_data_config
 from polarlm.errors import UserError, did_you_mean
 from polarlm.launch.schema import OPEN_GROUPS, EvalSettings, TrainSettings, group_schemas
-from polarlm.locations import CONFIGS, own_configs
+from polarlm.locations import choices_of
 from polarlm.model.config import GPTConfig
 from polarlm.settings import check_value, plain_settings
 
@@ -78,8 +78,7 @@ def check_open(group: str, given: Any, shipped: dict[str, Any]) -> dict[str, Any
 
 def check_choice(key: str, name: str, group: str) -> None:
     """A setting that names a choice of a group."""
-    folders = [folder / group for folder in (CONFIGS, own_configs()) if folder]
-    names = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
+    names = choices_of(group)
     if name not in names:
         raise UserError(f"{key}={name} does not exist. {did_you_mean(name, names)}Choices: {', '.join(names)}")
 
@@ -101,7 +100,7 @@ def _like(key: str, value: Any, default: Any) -> Any:
 def check_relations(config: dict[str, Any]) -> None:
     """What must fit together: head sizes, batch and context, warm-up and length, splits."""
     from polarlm.data.tokenizers.config import read_tokenizer_config
-    from polarlm.training.batching import plan_batches, total_steps
+    from polarlm.training.batching import plan_run
     from polarlm.training.schedules import build_schedule
 
     trainer = config["trainer"]
@@ -112,9 +111,7 @@ def check_relations(config: dict[str, Any]) -> None:
             "allowed there: auto, 32-true, bf16-mixed, bf16-true."
         )
     GPTConfig(vocab_size=1, **config["model"])
-    processes = trainer["devices"] * trainer["nodes"]
-    plan = plan_batches(trainer["batch_tokens"], config["model"]["context"], processes, trainer["micro_batch_tokens"])
-    steps = total_steps(trainer["max_steps"], trainer["max_tokens"], plan.tokens)
+    plan, steps = plan_run(config)
     build_schedule(config["schedule"], steps * plan.tokens)
     read_data_config(config["data"])
     read_tokenizer_config(config["tokenizer"])

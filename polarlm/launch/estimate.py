@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from polarlm.errors import UserError
+
 MOST_KINDS = 12  # of more kinds of jobs one per block is measured, and the others follow by their FLOPs
 FEWEST_STEPS = 400  # of all jobs together: less is over before it is measured
 SECONDS = 1.0  # of measuring per kind
@@ -15,14 +17,9 @@ CHARACTERS, UNKNOWN = 100, 10_000  # vocabularies that only the text will tell
 
 def seconds_of_jobs(configs: Sequence[dict[str, Any]], threads: int | None = None) -> list[float] | None:
     """Expected training seconds of every configuration; None where measuring is not worth it."""
-    from polarlm.training.batching import plan_batches, total_steps
+    from polarlm.training.batching import plan_run
 
-    steps = []
-    for config in configs:
-        t = config["trainer"]
-        processes = t["devices"] * t["nodes"]
-        plan = plan_batches(t["batch_tokens"], config["model"]["context"], processes, t["micro_batch_tokens"])
-        steps.append(total_steps(t["max_steps"], t["max_tokens"], plan.tokens))
+    steps = [plan_run(config)[1] for config in configs]
     if sum(steps) < FEWEST_STEPS or any(config["trainer"]["devices"] > 1 for config in configs):
         return None
     kinds = {kind_of(config): config for config in configs}
@@ -68,7 +65,6 @@ def kind_of(config: dict[str, Any]) -> str:
 
 def likely_vocabulary(config: dict[str, Any]) -> int:
     """The tokenizer's vocabulary where its settings tell it, else a usual one."""
-    from polarlm.errors import UserError
     from polarlm.training.planning.plan import vocabulary_of
 
     try:

@@ -135,5 +135,4 @@ def _once(path: Path, measure: Callable[[], dict[str, float]]) -> dict[str, floa
             pass
         finally:
             beside.unlink()
-    costs: dict[str, float] = read_json(path)
-    return costs
+    return read_json(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from polarlm.columns import aligned
+from polarlm.columns import indented
 from polarlm.evaluation.metrics import METRICS, formatted
 from polarlm.training.loggers.short_numbers import clock, short
 from polarlm.visible import visible_text
@@ -41,7 +41,7 @@ def metric_lines(summary: dict[str, Any]) -> list[str]:
     shown = [m for m in METRICS if any(values.get(m.name) is not None for values in numbers.values())]
     rows = [["", *(metric.short for metric in shown)]]
     rows += [[name, *(formatted(m.name, values.get(m.name)) for m in shown)] for name, values in numbers.items()]
-    return [f"  {line}" for line in aligned(rows)]
+    return indented(rows)
 
 
 def undertrained_note(summary: dict[str, Any]) -> list[str]:

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from polarlm.errors import UserError
+
 PURPOSE = "tune every block alike, train paired seeds until the verdict is decided, write the report"
 DESCRIPTION = """The same learning-rate search for every block, then paired seeds until every block is decided against
 the first one or the budget is spent, then the report."""
@@ -42,7 +44,6 @@ def add_parser(verbs: Any) -> None:
 
 def run_trial(arguments: argparse.Namespace) -> int:
     """Carry out or continue a trial; returns the exit code."""
-    from polarlm.errors import UserError
     from polarlm.verdict.trials import TrialPlan, seconds_of
 
     blocks = tuple(arguments.blocks)
@@ -89,7 +90,6 @@ class Trial:
         """Write the plan, or find the same one there."""
         import yaml
 
-        from polarlm.errors import UserError
         from polarlm.runs.files import write_text
         from polarlm.verdict.trials import TrialPlan
 
@@ -188,7 +188,6 @@ class Trial:
 
     def train(self, phase: str, name: str, block: str, rate: float, steps: int, seed: int) -> bool:
         """Train one run unless it is there; False when the budget does not allow it."""
-        from polarlm.errors import UserError
         from polarlm.launch.pool import last_error
 
         done = {job["name"]: job for job in self.jobs()}
@@ -233,14 +232,9 @@ class Trial:
 
     def jobs(self) -> list[dict[str, Any]]:
         """What was done so far; a line that a kill cut off does not count."""
-        jobs = []
-        if self.progress.exists():
-            for line in self.progress.read_text(encoding="utf-8").splitlines():
-                try:
-                    jobs.append(json.loads(line))
-                except ValueError:
-                    continue
-        return jobs
+        from polarlm.runs.files import json_lines
+
+        return json_lines(self.progress)
 
     def loss(self, phase: str, name: str) -> float | None:
         """The deciding number of a run, None where it has none."""

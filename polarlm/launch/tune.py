@@ -149,12 +149,8 @@ def try_value(study: Any, trial: Any, options: argparse.Namespace, group: str, f
 
 def validations(metrics: Path) -> list[tuple[int, float]]:
     """(step, validation loss) of every whole row so far."""
-    rows = []
-    for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:  # the last line is still being written
-            continue
-        if isinstance(row.get("val/loss"), float):
-            rows.append((int(row["step"]), row["val/loss"]))
-    return rows
+    from polarlm.runs.files import json_lines
+
+    return [
+        (int(row["step"]), row["val/loss"]) for row in json_lines(metrics) if isinstance(row.get("val/loss"), float)
+    ]

@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING, Any
 from polarlm.model.config import GPTConfig
 
 if TYPE_CHECKING:
-    from polarlm.model.gpt import GPT, Cache
+    from polarlm.model.gpt import GPT
 
-__all__ = ["GPT", "Cache", "GPTConfig"]
+__all__ = ["GPT", "GPTConfig"]
 
 
 def __getattr__(name: str) -> Any:
     # torch takes seconds to import; checking a size must not pay for it.
-    if name in ("GPT", "Cache"):
-        from polarlm.model import gpt
+    if name == "GPT":
+        from polarlm.model.gpt import GPT
 
-        return getattr(gpt, name)
+        return GPT
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

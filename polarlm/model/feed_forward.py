@@ -25,14 +25,6 @@ class TwoMatrices(nn.Module):
         self.up = linear(d_model, hidden, init.hidden(d_model))
         self.down = linear(hidden, d_model, init.residual(hidden, FEED_FORWARD_RMS / self.rms))
 
-    def activation(self, x: Tensor) -> Tensor:
-        """f, channel by channel."""
-        raise NotImplementedError
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, d) -> (B, T, d)."""
-        return self.down(self.activation(self.up(x)))
-
 
 class GeluFeedForward(TwoMatrices):
     """f = gelu, as in GPT-2."""
@@ -49,9 +41,9 @@ class SquaredReluFeedForward(TwoMatrices):
 
     rms = SQUARED_RELU_RMS
 
-    def activation(self, x: Tensor) -> Tensor:
-        """relu(x)^2."""
-        return F.relu(x).square()
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, d) -> (B, T, d)."""
+        return self.down(F.relu(self.up(x)).square())
 
 
 class SwiGLUFeedForward(nn.Module):

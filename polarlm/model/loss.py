@@ -32,7 +32,7 @@ def chunked_cross_entropy(
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}; it must be one of {', '.join(REDUCTIONS)}.")
-    chunk = chunk or max(SMALLEST_CHUNK, CHUNK_LOGITS // weight.shape[0])
+    chunk = chunk or _chunk_tokens(weight)
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     if reduction == "none":
         return _PerToken.apply(rows, weight, flat, chunk, cap).view(targets.shape)
@@ -43,11 +43,9 @@ def chunked_cross_entropy(
 
 
 @torch.no_grad()
-def chunked_tally(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int | None = None, cap: float | None = None
-) -> tuple[Tensor, Tensor]:
+def chunked_tally(hidden: Tensor, weight: Tensor, targets: Tensor, cap: float | None = None) -> tuple[Tensor, Tensor]:
     """(summed loss, hits) of one pass: the bits of reduction="sum", and how often the target beat every other token."""
-    chunk = chunk or max(SMALLEST_CHUNK, CHUNK_LOGITS // weight.shape[0])
+    chunk = _chunk_tokens(weight)
     rows, flat, dtype = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), _product_dtype(hidden)
     total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
     hits = torch.zeros((), dtype=torch.int64, device=hidden.device)
@@ -63,12 +61,9 @@ def chunked_tally(
     return total, hits
 
 
-def log_probability_chunks(
-    hidden: Tensor, weight: Tensor, chunk: int | None = None, cap: float | None = None
-) -> Iterator[tuple[slice, Tensor]]:
+def log_probability_chunks(hidden: Tensor, weight: Tensor, cap: float | None = None) -> Iterator[tuple[slice, Tensor]]:
     """(rows, log-probabilities (n, V)) of the predictions from hidden (N, d), a chunk at a time, in fp32 or better."""
-    chunk = chunk or max(SMALLEST_CHUNK, CHUNK_LOGITS // weight.shape[0])
-    dtype = _product_dtype(hidden)
+    chunk, dtype = _chunk_tokens(weight), _product_dtype(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
         w = weight.to(dtype)
         for start in range(0, hidden.shape[0], chunk):
@@ -79,6 +74,10 @@ def log_probability_chunks(
 def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
     """cap tanh(logits / cap): the same near zero, never beyond ±cap; unchanged without a cap."""
     return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def _chunk_tokens(weight: Tensor) -> int:
+    return max(SMALLEST_CHUNK, CHUNK_LOGITS // weight.shape[0])
 
 
 def _product_dtype(hidden: Tensor) -> torch.dtype:

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from polarlm.errors import UserError
+
 PURPOSE = "compare run folders: a page with curves, geometry and verdicts, or a table"
 DESCRIPTION = """Compare run folders. Runs that differ only in their seed form a group; groups are compared with a
 baseline on paired seeds."""
@@ -60,18 +62,12 @@ def add_parser(verbs: Any) -> None:
 def compare(arguments: argparse.Namespace) -> int:
     """Carry out the verb; returns the exit code."""
     if arguments.watch is not None and arguments.watch <= 0:
-        from polarlm.errors import UserError
-
         raise UserError(f"--watch {arguments.watch:g}: give a positive number of seconds")
     for name, least in (("margin", 0.0), ("seeds", 1)):
         value = getattr(arguments, name)
         if value is not None and value <= least:
-            from polarlm.errors import UserError
-
             raise UserError(f"--{name} {value:g}: give a number above {least:g}")
     if arguments.figure and not arguments.picture:
-        from polarlm.errors import UserError
-
         raise UserError(f"--figure {arguments.figure}: say where the picture goes with --picture FILE.png")
     only_data = arguments.text or arguments.csv or arguments.json
     if arguments.out is None and (arguments.watch or arguments.picture or not only_data):

@@ -101,7 +101,7 @@ def _verdict(row: Judged) -> str:
 
 
 def _final_caption(groups: Sequence[Group], judgement: Judgement) -> str:
-    words = f"Final numbers on the {judgement.split} split, mean over seeds ± half of the 95 % interval. "
+    words = f"Final numbers on the {judgement.measure.split} split, mean over seeds ± half of the 95 % interval. "
     words += "Δ is the mean difference on paired seeds; p is corrected for the number of comparisons (Holm)."
     if any(row.role == UNEQUAL for row in judgement.rows):
         words += " Grey: unequal budgets, not judged."
@@ -162,11 +162,11 @@ def _run_table(groups: Sequence[Group], judgement: Judgement, out: Path | None) 
             address = escape(link_to(run.folder, out), quote=True)
             extra = [name for name in ("summary.png", "config.yaml", "metrics.jsonl") if (run.folder / name).exists()]
             links = " ".join(f'<a href="{address}{name}">{name}</a>' for name in extra)
-            loss = run.number(judgement.metric)
+            loss = run.number(judgement.measure.name)
             cells = [group.label, str(run.seed), run.status, "—" if loss is None else f"{loss:.4g}"]
             cells += [show_count(run.number("tokens")), show_count(run.number("seconds"))]
             rows.append([f'<a href="{address}">{escape(run.name)}</a>', *map(escape, cells), links])
-    columns = ["run", "group", "seed", "status", judgement.unit, "tokens", "seconds", "files"]
+    columns = ["run", "group", "seed", "status", judgement.measure.unit, "tokens", "seconds", "files"]
     return _folded(_left_table(columns, rows), len(rows), "runs")
 
 

@@ -42,18 +42,18 @@ def build_payload(
     for index, group in enumerate(groups):
         unequal = judgement.rows[index].role == UNEQUAL
         shown_groups.append({"label": group.label, "block": group.block, "unequal": unequal, **styles[index]})
-        runs += [{"group": index, **run} for run in _runs(group, points, out, judgement.metric)]
+        runs += [{"group": index, **run} for run in _runs(group, points, out, judgement.measure.name)]
     diagnostics = [_diagnostics(group) for group in groups]
     _fit_history(diagnostics)
     names = {name for d in diagnostics if d for part in ("final", "profiles") for name in d[part]}
     return {
         "created": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "reload": reload_seconds,
-        "metric": judgement.metric,
+        "metric": judgement.measure.name,
         "unit": judgement.measure.unit,
         "title": judgement.measure.title,
-        "split": judgement.split,
-        "validation": validation_caption(groups, judgement.split),
+        "split": judgement.measure.split,
+        "validation": validation_caption(groups, judgement.measure.split),
         "verdict": verdict_data(groups, judgement),
         "references": {metric.name: reference_losses(groups, metric.name) for metric in METRICS},
         "metrics": {

@@ -1,7 +1,6 @@
 """What `eval.py` left in the run folders: curves (position, length, corruption, calibration …) and numbers."""
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 from polarlm.evaluation.metrics import METRICS
 from polarlm.report.tables import Table, show_estimate
 from polarlm.runs.evaluations import FOLDER
+from polarlm.runs.files import json_object
 from polarlm.verdict.estimates import estimate_mean
 from polarlm.verdict.groups import Group
 
@@ -113,48 +113,43 @@ NUMBERS: dict[str, tuple[tuple[str, str], ...]] = {
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
     """Every readable record of a run, oldest first."""
-    records = []
-    for path in sorted((folder / FOLDER).glob("*.json"), key=lambda p: (p.stat().st_mtime, p.name)):
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            continue  # being written
-        if isinstance(record, dict) and isinstance(record.get("protocol"), dict):
-            records.append(record)
-    return records
+    paths = sorted((folder / FOLDER).glob("*.json"), key=lambda p: (p.stat().st_mtime, p.name))
+    records = [json_object(path) for path in paths]  # one may be being written
+    return [record for record in records if isinstance(record.get("protocol"), dict)]
+
+
+def _newest(
+    groups: Sequence[Group], read: Callable[[dict[str, Any]], Iterable[tuple[Any, Any]]]
+) -> dict[tuple[Any, int], list[Any]]:
+    """(key, group) → what `read` gives for the key, of each run of the group; of several records the newest counts."""
+    values: dict[tuple[Any, int], list[Any]] = {}
+    for index, group in enumerate(groups):
+        for run in group.runs:
+            newest = {key: value for record in read_records(run.folder) for key, value in read(record)}
+            for key, value in newest.items():
+                values.setdefault((key, index), []).append(value)
+    return values
 
 
 def curve_panels(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """One panel per curve and protocol: the mean over the seeds of each group, at the points that all of them have."""
     panels: dict[tuple[str, str], dict[str, Any]] = {}
-    lines: dict[tuple[tuple[str, str], int], list[RecordCurve]] = {}
-    for index, group in enumerate(groups):
-        for run in group.runs:
-            newest = {}
-            for record in read_records(run.folder):
-                for curve in curves_of(record):
-                    newest[curve.name, _said(record)] = curve
-            for key, curve in newest.items():
-                lines.setdefault((key, index), []).append(curve)
-                panels.setdefault(key, _panel(curve, key[1]))
+    lines = _newest(groups, lambda record: (((curve.name, _said(record)), curve) for curve in curves_of(record)))
     for (key, index), curves in lines.items():
-        panels[key]["lines"].append({"group": index, **_mean(curves)})
+        panel = panels.setdefault(key, _panel(curves[0], key[1]))
+        panel["lines"].append({"group": index, **_mean(curves)})
     order = list(CURVES)
     return [panels[key] for key in sorted(panels, key=lambda k: (order.index(k[0].partition(",")[0]), *k))]
 
 
 def numbers_table(groups: Sequence[Group]) -> Table | None:
     """The metrics of every protocol that gives any, one row per protocol and group; None when nothing was evaluated."""
-    by_group: dict[tuple[str, int], list[dict[str, float]]] = {}
-    for index, group in enumerate(groups):
-        for run in group.runs:
-            newest = {
-                f"{r['protocol'].get('name')}: {_said(r)}": r["metrics"]
-                for r in read_records(run.folder)
-                if isinstance(r.get("metrics"), dict)
-            }
-            for protocol, metrics in newest.items():
-                by_group.setdefault((protocol, index), []).append(metrics)
+
+    def metrics_of(record: dict[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:
+        if isinstance(record.get("metrics"), dict):
+            yield f"{record['protocol'].get('name')}: {_said(record)}", record["metrics"]
+
+    by_group = _newest(groups, metrics_of)
     if not by_group:
         return None
     shown = [m for m in METRICS if any(m.name in metrics for rows in by_group.values() for metrics in rows)]
@@ -167,23 +162,20 @@ def numbers_table(groups: Sequence[Group]) -> Table | None:
 
 def answers_table(groups: Sequence[Group]) -> Table | None:
     """Downstream accuracies, calibration, the negative control, confidence: a row per quantity, a column per group."""
-    by_group: dict[tuple[str, str, int], list[float | None]] = {}
-    for index, group in enumerate(groups):
-        for run in group.runs:
-            newest: dict[tuple[str, str], float | None] = {}
-            for record in read_records(run.folder):
-                for place, title in NUMBERS.get(str(record["protocol"].get("name")), ()):
-                    newest[title, _said(record)] = _number_at(record, place)
-            for (title, said), value in newest.items():
-                by_group.setdefault((title, said, index), []).append(value)
+
+    def answers_of(record: dict[str, Any]) -> Iterator[tuple[tuple[str, str], float | None]]:
+        for place, title in NUMBERS.get(str(record["protocol"].get("name")), ()):
+            yield (title, _said(record)), _number_at(record, place)
+
+    by_group = _newest(groups, answers_of)
     known = {key: values for key, values in by_group.items() if any(value is not None for value in values)}
     if not known:
         return None
     order = [title for numbers in NUMBERS.values() for _, title in numbers]
-    shown = sorted({index for *_, index in known})
+    shown = sorted({index for _, index in known})
     rows = []
-    for title, said in sorted({key[:2] for key in known}, key=lambda key: (order.index(key[0]), key[1])):
-        cells = [known.get((title, said, index)) for index in shown]
+    for title, said in sorted({key for key, _ in known}, key=lambda key: (order.index(key[0]), key[1])):
+        cells = [known.get(((title, said), index)) for index in shown]
         rows.append([title, said, *("—" if cell is None else show_estimate(estimate_mean(cell)) for cell in cells)])
     return Table(["quantity", "protocol", *(groups[index].label for index in shown)], rows)
 

@@ -40,7 +40,7 @@ def results_table(judgement: Judgement) -> Table:
         over = any(run.status == "finished" for run in judged.group.runs)
         row = [
             judged.group.label,
-            str(judged.estimates[judgement.metric].n) if over else f"0 of {len(judged.group.runs)}",
+            str(judged.estimates[judgement.measure.name].n) if over else f"0 of {len(judged.group.runs)}",
         ]
         # A run that is not over has no final loss; where it stands is told as that.
         row += [show_estimate(e) if over else _so_far(e) for e in (judged.estimates[m] for m in losses)]
@@ -73,7 +73,8 @@ def difference_table(groups: Sequence[Group]) -> Table:
 
 def text_report(judgement: Judgement, width: int = 120) -> str:
     """The final table and the verdicts for a terminal."""
-    lines = [headline(judgement), "", f"Final loss on the {judgement.split} split; ± is half of the 95 % interval.", ""]
+    numbers = f"Final loss on the {judgement.measure.split} split; ± is half of the 95 % interval."
+    lines = [headline(judgement), "", numbers, ""]
     lines += [_aligned(results_table(judgement)), ""]
     if usual := usual_caption([judged.group for judged in judgement.rows]):
         lines += [textwrap.fill(usual, width), ""]
@@ -119,7 +120,7 @@ def json_report(judgement: Judgement, payload: dict[str, Any]) -> dict[str, Any]
             "p_value": row.comparison.p_value if row.comparison else None,
             "p_adjusted": row.comparison.p_adjusted if row.comparison else None,
             "outcome": row.outcome,
-            "simultaneous": _finite_ends(row.comparison.simultaneous) if row.comparison else None,
+            "simultaneous": finite_ends(row.comparison.simultaneous) if row.comparison else None,
             "gains": {gain.currency: plain(gain.factor) for gain in row.gains},
             "head_size": row.head_size,
             "verdict": row.sentence,
@@ -132,7 +133,7 @@ def json_report(judgement: Judgement, payload: dict[str, Any]) -> dict[str, Any]
         for row in judgement.rows
     ]
     return {
-        "metric": judgement.metric,
+        "metric": judgement.measure.name,
         "headline": headline(judgement),
         "margin": judgement.margin,
         "notes": judgement.notes,
@@ -141,8 +142,8 @@ def json_report(judgement: Judgement, payload: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def _finite_ends(interval: tuple[float, float] | None) -> list[float | None] | None:
-    """An open end (infinity) is null in JSON."""
+def finite_ends(interval: tuple[float, float] | None) -> list[float | None] | None:
+    """An open end (infinity), known only to lie beyond zero, is null in JSON."""
     return None if interval is None else [end if math.isfinite(end) else None for end in interval]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from polarlm.report.tables import finite_ends
 from polarlm.verdict.comparison import NOT_SHOWN, Comparison
 from polarlm.verdict.evidence import ALPHA
 from polarlm.verdict.groups import Group, short_key, varied_number, varied_value
@@ -59,13 +60,11 @@ def _row(index: int, judged: Judged) -> dict[str, Any]:
 
 
 def _interval(c: Comparison) -> dict[str, Any]:
-    ends = c.simultaneous or (None, None)
     return {
         "mean": c.difference.mean if math.isfinite(c.difference.mean) else None,
         "low": c.difference.low,
         "high": c.difference.high,
-        # null: an open end, known only to lie beyond zero
-        "all": None if c.simultaneous is None else [e if e is not None and math.isfinite(e) else None for e in ends],
+        "all": finite_ends(c.simultaneous),
         "p": c.p_adjusted,
     }
 
@@ -78,7 +77,7 @@ def _response(groups: Sequence[Group], judgement: Judgement) -> dict[str, Any] |
     points: list[dict[str, Any]] = []
     for index, (group, row) in enumerate(zip(groups, judgement.rows)):
         value = varied_value(group, key)
-        estimate = row.estimates[judgement.metric]
+        estimate = row.estimates[judgement.measure.name]
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not estimate.n:
             continue
         seeds = [v for v in seed_losses(group, judgement.measure).values() if math.isfinite(v)]
@@ -113,7 +112,7 @@ def _waterfall(judgement: Judgement) -> list[dict[str, Any]] | None:
     """Every step of a ladder with the level it starts from."""
     steps = []
     for step in judgement.steps:
-        level = judgement.rows[step.before].estimates[judgement.metric]
+        level = judgement.rows[step.before].estimates[judgement.measure.name]
         steps.append(
             {
                 "group": step.group,

@@ -21,7 +21,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from safetensors import SafetensorError
 
-from polarlm.data.atomic import explained, flush_folder, megabytes
+from polarlm.data.atomic import explained, flush_folder, megabytes, replacing
 from polarlm.errors import UserError
 from polarlm.runs import shards
 from polarlm.runs.shards import Shards
@@ -40,19 +40,13 @@ class SafeCheckpointIO(CheckpointIO):
             raise FloatingPointError(f"{name} is not finite: {target.name} was not written")
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = target.with_name(f".{target.name}.tmp")
-        with explained(target, lambda: sum(t.nbytes for _, t in tensors_of(checkpoint))):
-            try:
-                with open(beside, "wb") as file:
-                    _write(checkpoint, file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                verify_checksums(beside)
-                load_checkpoint(beside, mmap=True)
-                os.replace(beside, target)
-                flush_folder(target.parent)
-            except BaseException:
-                beside.unlink(missing_ok=True)
-                raise
+        with explained(target, lambda: sum(t.nbytes for _, t in tensors_of(checkpoint))), replacing(target, beside):
+            with open(beside, "wb") as file:
+                _write(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            verify_checksums(beside)
+            load_checkpoint(beside, mmap=True)
 
     def load_checkpoint(
         self, path: Any, map_location: Any | None = None, weights_only: bool | None = None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from polarlm.data.atomic import write_beside
+from polarlm.data.atomic import json_or_none, write_beside
 from polarlm.errors import UserError
 
 LARGEST_CONFIG = 1 << 20  # bytes; ours have a few thousand
@@ -41,6 +42,21 @@ def read_json(path: Path, kind: type = dict) -> Any:
     except (ValueError, RecursionError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path} is damaged ({reason}); restore it from a copy, or delete it") from error
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """What a JSON file holds, for who can do without: nothing where it is missing, damaged or no object."""
+    value = json_or_none(path)
+    return value if isinstance(value, dict) else {}
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a .jsonl file, without damaged lines: the last one may be being written, or cut off by a kill."""
+    rows = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError, RecursionError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]
 
 
 def require_plain_files(folder: Path) -> None:

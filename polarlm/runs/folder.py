@@ -17,8 +17,6 @@ def choose_folder(config: dict[str, Any]) -> tuple[Path, bool, str | None]:
     A finished run is never overwritten: the next one goes to `<name>-2`, `-3`, …
     An unfinished one is continued when `resume=auto` and its settings are the same.
     """
-    if config["resume"] not in ("auto", "never"):
-        raise UserError(f"resume={config['resume']!r} is unknown; choose auto or never")
     name = config["name"] or default_name(config)
     if not re.fullmatch(r"[\w+=@-][\w.+=@ -]*", str(name)):
         raise UserError(

@@ -34,7 +34,7 @@ def experiment_of(config: dict[str, Any]) -> dict[str, Any]:
     kept["trainer"] = {k: v for k, v in config["trainer"].items() if k not in IRRELEVANT_TRAINER}
     if config.get("match") is None:  # as before there was such a setting
         kept = {key: value for key, value in kept.items() if key not in ("match", "match_block")}
-    block = with_additions(config)["block"]
+    block = with_additions(config).get("block")
     if isinstance(block, dict):  # as before there were these settings
         kept["block"] = {k: v for k, v in block.items() if k not in ADDED or v != ADDED[k][0]}
     matched = config.get("matched")

@@ -26,6 +26,6 @@ def read_incidents(folder: Path) -> list[dict[str, Any]]:
     known = read_json(file, list)
     if known is None:
         return []
-    if not isinstance(known, list) or not all(isinstance(one, dict) and "action" in one for one in known):
+    if not all(isinstance(one, dict) and "action" in one for one in known):
         raise UserError(f"{file} is damaged; restore it from a copy")
     return known

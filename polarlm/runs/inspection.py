@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polarlm.columns import aligned
+from polarlm.columns import indented
 from polarlm.model import GPT
 from polarlm.runs.identity import flatten
 from polarlm.runs.restore import RestoredRun
@@ -22,13 +22,13 @@ def describe_run(run: RestoredRun) -> str:
     """The whole description as text."""
     model, context = run.model, run.model.config.context
     lines = [f"{run.folder}  ({run.weights.name})", "", "Parameters"]
-    lines += _columns([(name, f"{count:,}", f"{share:.1%}") for name, count, share in parameter_parts(model)])
+    lines += indented([(name, f"{count:,}", f"{share:.1%}") for name, count, share in parameter_parts(model)])
     lines += ["", f"FLOPs per token (training, context {context:,}; forward is a third of it)"]
-    lines += _columns([(name, f"{flops:,}") for name, flops in flops_parts(model, context)])
+    lines += indented([(name, f"{flops:,}") for name, flops in flops_parts(model, context)])
     tokens = int(run.config["trainer"]["micro_batch_tokens"])
     rows = max(1, tokens // context)
     lines += ["", f"Memory of a training step in fp32 (micro-batch of {rows} × {context:,} tokens)"]
-    lines += _columns([(name, _bytes(size)) for name, size in memory_parts(model, rows)])
+    lines += indented([(name, _bytes(size)) for name, size in memory_parts(model, rows)])
     scalars = learned_scalars(model)
     if scalars:
         lines += ["", "Learned scalars (a row per layer; a number per head, or one for all)"]
@@ -37,7 +37,7 @@ def describe_run(run: RestoredRun) -> str:
             lines += [f"    layer {n}  " + "  ".join(f"{x:.4g}" for x in values) for n, values in enumerate(layers)]
     lines += ["", "Settings that differ from the default"]
     changed = changed_settings(run.config)
-    lines += _columns([(key, f"{old} → {new}") for key, old, new in changed]) if changed else ["  none"]
+    lines += indented([(key, f"{old} → {new}") for key, old, new in changed]) if changed else ["  none"]
     return "\n".join(lines)
 
 
@@ -136,10 +136,6 @@ def changed_settings(config: dict[str, Any]) -> list[tuple[str, Any, Any]]:
         if ours[key] != theirs[key] and not key.startswith(("choices", "name", "group")):
             changed.append((key, theirs[key], ours[key]))
     return changed
-
-
-def _columns(rows: list[tuple[str, ...]]) -> list[str]:
-    return [f"  {line}" for line in aligned(rows)]
 
 
 def _bytes(size: int) -> str:

@@ -85,13 +85,18 @@ def writer_is_gone(folder: Path) -> bool:
         return False
     if owner.get("host") != socket.gethostname() or not isinstance(owner.get("pid"), int) or os.name != "posix":
         return False
+    return not is_alive(owner["pid"])
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is a process of this number on this machine."""
     try:
-        os.kill(owner["pid"], 0)
+        os.kill(pid, 0)
     except ProcessLookupError:
-        return True
+        return False
     except (OSError, OverflowError):
-        return False  # it lives and is somebody else's
-    return False
+        return True  # and somebody else's
+    return True
 
 
 def _try_lock(file: IO[str]) -> bool:

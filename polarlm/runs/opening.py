@@ -21,7 +21,7 @@ from polarlm.errors import UserError
 from polarlm.runs.environment import environment
 from polarlm.runs.files import read_json, write_json, write_text
 from polarlm.runs.folder import choose_folder
-from polarlm.runs.lock import RunLock, lock_folder
+from polarlm.runs.lock import RunLock, is_alive, lock_folder
 
 ATTEMPTS = 20
 ABANDONED_AFTER_SECONDS = 3600
@@ -107,20 +107,10 @@ def _clean_up(folder: Path) -> None:
     """Remove what killed processes began to build in this place."""
     for left in folder.parent.glob(f".{glob.escape(folder.name)}.*.new"):
         pid = left.name.rsplit(".", 2)[1].partition("-")[0]
-        gone = pid.isdigit() and not _is_alive(int(pid))
+        gone = pid.isdigit() and not is_alive(int(pid))
         with contextlib.suppress(OSError):
             if gone or time.time() - left.stat().st_mtime > ABANDONED_AFTER_SECONDS:
                 shutil.rmtree(left, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def check_continuation(folder: Path, corpus: Corpus) -> None:

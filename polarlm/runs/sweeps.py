@@ -86,5 +86,4 @@ def write_plan(runs_dir: Path | str, group: str, varied: Sequence[str], jobs: Se
 
 def read_plan(runs_dir: Path | str, group: str) -> dict[str, Any] | None:
     """The plan that the sweep of this name was last started with."""
-    plan: dict[str, Any] | None = read_json(Path(runs_dir) / ".sweeps" / group / PLAN)
-    return plan
+    return read_json(Path(runs_dir) / ".sweeps" / group / PLAN)

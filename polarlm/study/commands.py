@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from polarlm.errors import UserError
+from polarlm.errors import UserError, did_you_mean
 
 EPILOG = """examples
   python -m polarlm study all                          the whole plan; the same command goes on where it was stopped
@@ -90,7 +90,6 @@ def selected(name: str, part: str | None) -> list[Any]:
     """The questions asked for, reduced to one part when one is named."""
     from dataclasses import replace
 
-    from polarlm.errors import did_you_mean
     from polarlm.study.plan import read_questions
 
     questions = read_questions(name)

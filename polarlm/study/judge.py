@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -77,10 +78,9 @@ def judge_part(question: Question, name: str, summary: Summary) -> JudgedPart | 
 
 def tuning_losses(summary: Summary, part: str, variant: str) -> dict[float, float | None]:
     """Tuned value → validation loss of the search; inf of a run that failed."""
-    search = [r for r in summary.rows if (r["part"], r["variant"], r["stage"]) == (part, variant, "tune")]
     return {
         row["value"]: row["val/loss"] if row["status"] == "finished" and row.get("val/loss") is not None else math.inf
-        for row in sorted(search, key=lambda r: r["value"])
+        for row in sorted(summary.at(part, variant, "tune"), key=lambda r: r["value"])
     }
 
 
@@ -88,17 +88,13 @@ def chosen_value(summary: Summary, part: str, variant: str) -> float | None:
     """What the search chose; without one, the value that most seeds were trained with."""
     if (best := best_value(tuning_losses(summary, part, variant))) is not None:
         return best
-    seeds = [r for r in summary.rows if (r["part"], r["variant"], r["stage"]) == (part, variant, "seeds")]
-    counts: dict[float, int] = {}
-    for row in seeds:
-        if row["value"] is not None:
-            counts[row["value"]] = counts.get(row["value"], 0) + 1
+    counts = Counter(row["value"] for row in summary.at(part, variant, "seeds") if row["value"] is not None)
     return min(counts, key=lambda value: (-counts[value], value)) if counts else None
 
 
 def seed_rows(summary: Summary, part: str, variant: str, value: float | None) -> list[dict[str, Any]]:
     """The rows that count: the seeds at the chosen value."""
-    ended = [r for r in summary.rows if (r["part"], r["variant"], r["stage"]) == (part, variant, "seeds")]
+    ended = summary.at(part, variant, "seeds")
     return sorted((row for row in ended if row["value"] == value), key=lambda row: row["seed"])
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from polarlm.errors import UserError, did_you_mean
-from polarlm.locations import CONFIGS, own_configs
+from polarlm.locations import config_folders
 from polarlm.settings import read_settings, setting
 from polarlm.verdict.trials import TUNING_SEED
 
@@ -99,8 +99,7 @@ class PlannedRun:
 
 def plan_files() -> dict[str, Path]:
     """name → file of every question, shipped ones and those in a folder configs/study where the command is typed."""
-    places = [CONFIGS, *([user_configs] if (user_configs := own_configs()) else [])]
-    return {file.stem: file for place in places for file in sorted((place / FOLDER).glob("*.yaml"))}
+    return {file.stem: file for place in config_folders() for file in sorted((place / FOLDER).glob("*.yaml"))}
 
 
 def read_question(name: str) -> Question:

@@ -135,7 +135,7 @@ def section(
             lines += [f"![{part.title}: differences with intervals]({picture})", ""]
         for extra in (*curve_tables(judged), *probe_tables(judged, part.probes)):
             lines += [extra, ""]
-        lines += [details(question, name, judged), ""]
+        lines += [details(judged), ""]
     return "\n".join(lines)
 
 
@@ -182,7 +182,7 @@ def variants_table(question: Question, name: str, judged: JudgedPart) -> str:
     return markdown_table(rows)
 
 
-def details(question: Question, name: str, judged: JudgedPart) -> str:
+def details(judged: JudgedPart) -> str:
     """Behind a fold: every seed, the search, the sentences, the commands."""
     lines = ["<details><summary>Seeds, verdicts and commands</summary>", ""]
     for line in judged.lines:

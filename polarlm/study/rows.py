@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 
 from polarlm.evaluation.metrics import METRICS
 from polarlm.runs.evaluations import read_evaluations
+from polarlm.runs.files import json_object
 from polarlm.runs.identity import experiment_of, flatten, identity_of
 from polarlm.runs.incidents import read_incidents
 from polarlm.runs.reading import Run, read_run
@@ -29,7 +29,7 @@ def row_of(folder: Path, job: PlannedRun, question: Question) -> dict[str, Any]:
     """The row of a run folder that is this job's."""
     run = read_run(folder)
     part = question.parts[job.part]
-    environment = _read(folder / "environment.json")
+    environment = json_object(folder / "environment.json")
     row = {
         "part": job.part,
         "variant": job.variant,
@@ -131,11 +131,3 @@ def _round(number: float, digits: int) -> Any:
         return None
     short = float(f"{number:.{digits}g}")
     return int(short) if short == int(short) and abs(short) < 1e15 else short
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -19,8 +19,6 @@ from polarlm.runs.metrics import AXES, Metrics
 from polarlm.runs.reading import Run
 from polarlm.study.plan import Question
 
-FOLDER = Path("docs/study")
-
 
 @dataclass
 class Summary:
@@ -40,6 +38,10 @@ class Summary:
         if settings is not None and row["stage"] == "seeds":
             self.settings[row["part"], row["variant"]] = dict(settings)
         return place is None
+
+    def at(self, part: str, variant: str, stage: str) -> list[dict[str, Any]]:
+        """The rows of one stage (tune or seeds) of a variant."""
+        return [row for row in self.rows if (row["part"], row["variant"], row["stage"]) == (part, variant, stage)]
 
     def by_identity(self) -> dict[str, dict[str, Any]]:
         """identity → row of everything that ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from polarlm.errors import UserError
 
@@ -37,6 +38,14 @@ def plan_batches(batch_tokens: int, context: int, processes: int, micro_batch_to
     ]
     micro = max(fitting)
     return BatchPlan(context, micro, sequences // micro, processes)
+
+
+def plan_run(config: dict[str, Any]) -> tuple[BatchPlan, int]:
+    """How the steps of a configured run are cut, and how many there are."""
+    t = config["trainer"]
+    processes = t["devices"] * t["nodes"]
+    plan = plan_batches(t["batch_tokens"], config["model"]["context"], processes, t["micro_batch_tokens"])
+    return plan, total_steps(t["max_steps"], t["max_tokens"], plan.tokens)
 
 
 def total_steps(max_steps: int | None, max_tokens: float | None, batch_tokens: int) -> int:

@@ -28,7 +28,6 @@ from polarlm.runs.checkpoints import step_files
 from polarlm.runs.files import write_json
 from polarlm.runs.incidents import FILE, read_incidents
 
-POLICIES = ("stop", "skip", "rewind")
 WINDOW = 100  # steps that a loss is compared with
 FEWEST = 30  # of them, before anything is called a jump
 SMALLEST_SPREAD = 0.02  # nats: a very smooth curve does not make every wiggle a jump
@@ -51,8 +50,6 @@ class Incidents(pl.Callback):
         is_read_step: Callable[[pl.Trainer], bool],
         discard: Callable[[], None],
     ) -> None:
-        if policy not in POLICIES:
-            raise UserError(f"trainer.on_nonfinite={policy!r} is unknown; choose one of {', '.join(POLICIES)}")
         self.file, self.policy, self.limit, self.spike_z = folder / FILE, policy, limit, spike_z
         self.checkpoints = folder / "checkpoints"
         self.is_read_step, self.discard = is_read_step, discard

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from polarlm.data import Corpus, LMDataModule, build_corpus
-from polarlm.errors import UserError
 from polarlm.model import GPT
 from polarlm.model.build import build_model, warn_about_idle_settings
 from polarlm.runs.restore import start_from
-from polarlm.training.batching import BatchPlan, plan_batches, total_steps
+from polarlm.training.batching import BatchPlan, plan_run
 from polarlm.training.hardware import ASKED, choose_accelerator, choose_compile, choose_precision
 from polarlm.training.optimisers import build_optimiser
 from polarlm.training.schedules import build_schedule
@@ -42,11 +41,7 @@ def build_job(config: dict[str, Any]) -> Job:
     t = config["trainer"]
     accelerator = choose_accelerator(t["accelerator"])
     precision = choose_precision(t["precision"], accelerator)
-    if t["strategy"] not in ("auto", "ddp", "fsdp"):
-        raise UserError(f"trainer.strategy={t['strategy']!r} is unknown; choose auto, ddp or fsdp")
-    processes = t["devices"] * t["nodes"]
-    plan = plan_batches(t["batch_tokens"], config["model"]["context"], processes, t["micro_batch_tokens"])
-    steps = total_steps(t["max_steps"], t["max_tokens"], plan.tokens)
+    plan, steps = plan_run(config)
     schedule = build_schedule(config["schedule"], steps * plan.tokens)
     corpus = build_corpus(config["data"], config["tokenizer"], config["cache_dir"])
     data = LMDataModule(
@@ -63,7 +58,7 @@ def build_job(config: dict[str, Any]) -> Job:
     if config.get("init_from"):
         start_from(model, config["init_from"])
     build_optimiser(config["optim"], model)  # only to refuse wrong options now
-    flops = model.flops_per_token(plan.context) * plan.tokens / processes
+    flops = model.flops_per_token(plan.context) * plan.tokens / plan.processes
     compiled = choose_compile(t["compile"], accelerator, config["choices"]["block"], flops, steps)
     reasons = {name: c.why for name, c in (("precision", precision), ("compile", compiled)) if c.why != ASKED}
     chosen = accelerator, precision.value, compiled.value == "yes", reasons

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from polarlm.model.build import build_model
-from polarlm.training.batching import plan_batches, total_steps
+from polarlm.training.batching import plan_run
 from polarlm.training.gradients import clip, gradients_of, total_norm
 from polarlm.training.hardware import choose_accelerator, choose_compile, choose_precision
 from polarlm.training.optimisers import build_optimiser
@@ -41,12 +41,10 @@ def _step(config: dict[str, Any], vocabulary: int) -> Callable[[], None]:
     accelerator = choose_accelerator(trainer["accelerator"])
     device = torch.device({"gpu": "cuda"}.get(accelerator, accelerator))
     precision = choose_precision(trainer["precision"], accelerator).value
-    processes = trainer["devices"] * trainer["nodes"]
-    plan = plan_batches(trainer["batch_tokens"], config["model"]["context"], processes, trainer["micro_batch_tokens"])
+    plan, steps = plan_run(config)
     model = build_model(config, vocabulary).to(device)
     optimiser = build_optimiser(config["optim"], model)
-    steps = total_steps(trainer["max_steps"], trainer["max_tokens"], plan.tokens)
-    flops = model.flops_per_token(plan.context) * plan.tokens / processes
+    flops = model.flops_per_token(plan.context) * plan.tokens / plan.processes
     compiled = choose_compile(trainer["compile"], accelerator, config["choices"]["block"], flops, steps).value == "yes"
     loss = torch.compile(model.loss) if compiled else model.loss
     tokens = torch.randint(vocabulary, (plan.micro, plan.context), device=device)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.verdict.evidence import ALPHA, evidence_of_mean
+from polarlm.verdict.evidence import evidence_of_mean
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Estimate:
         return None if self.low is None or self.high is None else (self.high - self.low) / 2
 
 
-def estimate_mean(values: Sequence[float | None], log: bool = False, alpha: float = ALPHA) -> Estimate:
+def estimate_mean(values: Sequence[float | None], log: bool = False) -> Estimate:
     """Mean of the finite values with Student's t interval.
 
     With `log` both are taken of the logarithms: perplexity is the exponential of a loss, and only there is the mean
@@ -43,5 +43,5 @@ def estimate_mean(values: Sequence[float | None], log: bool = False, alpha: floa
     if evidence is None:
         # Repetitions that agree to the last bit were not independent; a width of zero would claim too much.
         return Estimate(mean, None, None, n, "identical seeds")
-    low, high = evidence.interval(alpha)
+    low, high = evidence.interval()
     return Estimate(mean, back(low), back(high), n, "log t" if log else "t")

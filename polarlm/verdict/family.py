@@ -19,7 +19,7 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
     return adjusted
 
 
-def adjust(comparisons: Sequence[Comparison], alpha: float = ALPHA) -> list[Comparison]:
+def adjust(comparisons: Sequence[Comparison]) -> list[Comparison]:
     """The same comparisons with Holm's correction over all that have a test, and intervals that hold together.
 
     Claims of a difference share one error rate and claims of equivalence another. The simultaneous intervals are those
@@ -29,14 +29,14 @@ def adjust(comparisons: Sequence[Comparison], alpha: float = ALPHA) -> list[Comp
     p_adjusted = holm([c.p_value for c in comparisons])
     p_equivalent = holm([c.evidence.p_beyond(c.margin) if c.evidence and c.margin else None for c in comparisons])
     tested = [p for p in p_adjusted if p is not None]
-    undecided = sum(p >= alpha for p in tested)
+    undecided = sum(p >= ALPHA for p in tested)
     adjusted = []
     for c, p, equivalent in zip(comparisons, p_adjusted, p_equivalent):
         if p is None or c.evidence is None:
             adjusted.append(replace(c, family=max(len(tested), 1)))
             continue
-        decided = p < alpha
-        level = alpha / (undecided or len(tested))
+        decided = p < ALPHA
+        level = ALPHA / (undecided or len(tested))
         low, high = c.evidence.interval(level)
         if decided:
             if undecided:
@@ -49,7 +49,7 @@ def adjust(comparisons: Sequence[Comparison], alpha: float = ALPHA) -> list[Comp
                 p_equivalent=equivalent,
                 simultaneous=(low, high),
                 family=len(tested),
-                alpha=level if not decided else alpha / len(tested),
+                alpha=level if not decided else ALPHA / len(tested),
             )
         )
     return adjusted

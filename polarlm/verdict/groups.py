@@ -47,7 +47,7 @@ class Group:
 
 def config_differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
     """Every setting in which the runs differ (seed and names aside), with one value per run; absent ones are None."""
-    keys = {key for run in runs for key in run.settings if _is_compared(key)}
+    keys = {key for run in runs for key in run.settings if is_compared(key)}
     rows = {key: [run.settings.get(key) for run in runs] for key in keys}
     return {key: values for key, values in sorted(rows.items()) if any(v != values[0] for v in values)}
 
@@ -175,12 +175,12 @@ def shared_settings(groups: Sequence[Group]) -> dict[str, Any]:
     """Every setting that all runs have in common."""
     first = groups[0].runs[0].settings
     others = [run.settings for group in groups for run in group.runs]
-    return {k: v for k, v in first.items() if _is_compared(k) and all(o.get(k) == v for o in others)}
+    return {k: v for k, v in first.items() if is_compared(k) and all(o.get(k) == v for o in others)}
 
 
 def varied_number(groups: Sequence[Group]) -> str | None:
     """The one numeric setting in which groups of one block differ, for a response curve; None when there is no such."""
-    keys = {key for key in _distinguishing([(g.block, g.varied) for g in groups])}
+    keys = _distinguishing([(g.block, g.varied) for g in groups])
     # trainer.max_steps and schedule.max_steps move together.
     columns = {tuple(repr(g.varied.get(key)) for g in groups): key for key in sorted(keys, reverse=True)}
     if len(columns) != 1:
@@ -240,7 +240,8 @@ def _words(varied: dict[str, Any], usual: dict[str, Any]) -> list[str]:
     return list(words)
 
 
-def _is_compared(key: str) -> bool:
+def is_compared(key: str) -> bool:
+    """Whether a setting says what a run is, and not where it was made, under which name or with which seed."""
     return not any(key == never or key.startswith(f"{never}.") for never in NEVER_COMPARED)
 
 
@@ -251,7 +252,7 @@ def _choice(run: Run, part: str) -> str:
 def _varying_choices(runs: Sequence[Run]) -> list[str]:
     """The config groups of which the runs made different choices; `block` always counts as one."""
     parts = {
-        part for run in runs for part in (run.config.get("choices") or {}) if "/" not in part and _is_compared(part)
+        part for run in runs for part in (run.config.get("choices") or {}) if "/" not in part and is_compared(part)
     }
     return ["block", *sorted(p for p in parts - {"block"} if len({_choice(run, p) for run in runs}) > 1)]
 

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 from polarlm.verdict.comparison import BETTER, EQUIVALENT, NOT_SHOWN, WORSE
 from polarlm.verdict.judgement import COMPARED, UNEQUAL, Judged, Judgement
+from polarlm.verdict.sentences import listed
 
 
 def headline(judgement: Judgement) -> str:
     """The finding in one line, for the top of the page and the title of its first figure."""
-    judged = [row for row in judgement.rows if row.estimates[judgement.metric].n]
+    judged = [row for row in judgement.rows if row.estimates[judgement.measure.name].n]
     compared = [row for row in judgement.rows if row.role == COMPARED and row.comparison is not None]
     if not judged:
         return "No run has a result yet"
@@ -17,7 +18,7 @@ def headline(judgement: Judgement) -> str:
             return "Unequal budgets: nothing here can be judged"
         if len(judged) > 1:
             return "Nothing to compare with"
-        best = judged[0].estimates[judgement.metric]
+        best = judged[0].estimates[judgement.measure.name]
         return f"{judged[0].group.label}: {best.mean:.4g} {judgement.measure.title}"
     what = judgement.measure.title
     lower, higher = ("lower", "higher") if judgement.measure.lower_is_better else ("higher", "lower")
@@ -33,7 +34,7 @@ def headline(judgement: Judgement) -> str:
         parts.append(f"{_labels(worse)}: {higher} {what} than {_baseline(worse)}")
     same = [row for row in compared if row.outcome == EQUIVALENT]
     if same and judgement.margin:
-        parts.append(f"{_labels(same)}: within {judgement.margin:.3g} {judgement.unit} of {_baseline(same)}")
+        parts.append(f"{_labels(same)}: within {judgement.margin:.3g} {judgement.measure.unit} of {_baseline(same)}")
     open_ = [row for row in compared if row.outcome == NOT_SHOWN]
     if open_:
         # Not "between A and B and C": who is compared with whom has to be clear.
@@ -67,7 +68,4 @@ def _weakest(rows: Sequence[Judged]) -> str:
 
 
 def _labels(rows: Sequence[Judged]) -> str:
-    labels = [row.group.label for row in rows]
-    if len(labels) > 4:
-        return f"{len(labels)} groups"
-    return " and ".join([", ".join(labels[:-1]), labels[-1]] if len(labels) > 1 else labels)
+    return f"{len(rows)} groups" if len(rows) > 4 else listed([row.group.label for row in rows])

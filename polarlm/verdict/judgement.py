@@ -70,18 +70,6 @@ class Judgement:
     margin: float | None
     looked: dict[str, int]  # comparisons that a reader of this judgement has seen, with their numbers of seeds
 
-    @property
-    def metric(self) -> str:
-        return self.measure.name
-
-    @property
-    def unit(self) -> str:
-        return self.measure.unit
-
-    @property
-    def split(self) -> str:
-        return self.measure.split
-
 
 def judge_groups(
     groups: Sequence[Group],

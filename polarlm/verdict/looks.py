@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from polarlm.runs.files import write_json
-from polarlm.runs.identity import IRRELEVANT, IRRELEVANT_TRAINER
 from polarlm.runs.reading import Run
+from polarlm.verdict.groups import is_compared
 
 FILE = ".looks.json"
 
@@ -66,10 +66,5 @@ def pair_key(ours: Run, theirs: Run, measure: str) -> str:
 
 
 def _settings(run: Run) -> str:
-    left_out = ("seed", "choices", "hydra", *IRRELEVANT, *(f"trainer.{key}" for key in IRRELEVANT_TRAINER))
-    kept = {
-        key: value
-        for key, value in run.settings.items()
-        if not any(key == name or key.startswith(f"{name}.") for name in left_out)
-    }
+    kept = {key: value for key, value in run.settings.items() if is_compared(key)}
     return hashlib.sha256(json.dumps([run.block, kept], sort_keys=True, default=str).encode()).hexdigest()[:16]

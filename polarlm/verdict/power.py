@@ -19,7 +19,7 @@ def power(effect: float, error: float, freedom: float, alpha: float = ALPHA) -> 
     return float(stats.nct.sf(critical, freedom, shift)) if shift < 35 else 1.0
 
 
-def smallest_effect(evidence: Evidence, alpha: float = ALPHA, wanted: float = POWER) -> float | None:
+def smallest_effect(evidence: Evidence, alpha: float = ALPHA) -> float | None:
     """The smallest true difference that such seeds would show four times out of five; None when there is none."""
     if evidence.always_valid:  # an approximation: the rule's own critical value in the place of Student's
         critical = evidence.critical(alpha)
@@ -27,9 +27,9 @@ def smallest_effect(evidence: Evidence, alpha: float = ALPHA, wanted: float = PO
             return None
         alpha = float(2 * stats.t.sf(critical, evidence.freedom))
     most = 34.0
-    if power(most, 1.0, evidence.freedom, alpha) < wanted:
+    if power(most, 1.0, evidence.freedom, alpha) < POWER:
         return None
-    shift = optimize.brentq(lambda d: power(d, 1.0, evidence.freedom, alpha) - wanted, 1e-9, most, xtol=1e-6)
+    shift = optimize.brentq(lambda d: power(d, 1.0, evidence.freedom, alpha) - POWER, 1e-9, most, xtol=1e-6)
     return float(shift) * evidence.error
 
 

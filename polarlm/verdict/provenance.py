@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from polarlm.runs.files import json_object
 from polarlm.runs.reading import Run
 from polarlm.verdict.groups import Group
 
@@ -29,7 +29,7 @@ def different_text(group: Group, against: Group) -> str | None:
 def version_notes(runs: Sequence[Run]) -> list[str]:
     """Sentences about runs made by different code or different torch versions."""
     notes = []
-    environments = [_json(run.folder / "environment.json") for run in runs]
+    environments = [json_object(run.folder / "environment.json") for run in runs]
     commits = sorted({str(e["git_commit"])[:9] for e in environments if e.get("git_commit")})
     if len(commits) > 1:
         notes.append(f"The runs were made by {len(commits)} versions of the code ({', '.join(commits[:4])}).")
@@ -48,13 +48,5 @@ def _sizes(corpus: dict[str, Any]) -> str:
 
 
 def _corpus(run: Run) -> dict[str, Any]:
-    corpus = _json(run.folder / "corpus.json")
+    corpus = json_object(run.folder / "corpus.json")
     return corpus if isinstance(corpus.get("fingerprint"), str) else {}
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}  # a run that recorded none; damaged files are named by the reader of run folders
-    return content if isinstance(content, dict) else {}

@@ -36,13 +36,12 @@ def verdict_parts(
     if c.planned and c.difference.n < c.planned:
         parts.append(f"{c.difference.n} of {c.planned} planned seeds: no verdict before all are there.")
     if c.looks:
-        parts.append(
-            f"Seeds were added after looking at {_list(c.looks)} of them: the always-valid rule keeps the error rate."
-        )
+        looks = listed([str(n) for n in c.looks])
+        parts.append(f"Seeds were added after looking at {looks} of them: the always-valid rule keeps the error rate.")
     parts += [*_second_opinions(c), *_power(c, measure)]
     if gained:
         parts.append(
-            f"For {c.treatment}'s loss {c.baseline} needs {_words([gain.words() for gain in gained])} "
+            f"For {c.treatment}'s loss {c.baseline} needs {listed([gain.words() for gain in gained])} "
             "(above 1: a saving; weakest first)."
         )
     if gaps is not None:
@@ -136,9 +135,6 @@ def probability(p: float) -> str:
     return "< 0.001" if p < 0.001 else f"= {p:.3f}"
 
 
-def _list(numbers: Sequence[int]) -> str:
-    return _words([str(n) for n in numbers])
-
-
-def _words(items: Sequence[str]) -> str:
+def listed(items: Sequence[str]) -> str:
+    """`a, b and c`."""
     return " and ".join([", ".join(items[:-1]), items[-1]] if len(items) > 1 else list(items))

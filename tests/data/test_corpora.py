@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from polarlm.data import Corpus, LMDataModule, build_corpus
-from polarlm.data.commands import corpora, data_settings
+from polarlm.data.commands import data_settings
 from polarlm.data.config import read_data_config
 from polarlm.data.corpus import find_damage
 from polarlm.data.tokenizers.config import read_tokenizer_config
 from polarlm.errors import UserError
+from polarlm.locations import choices_of
 
-NAMES = corpora()
+NAMES = choices_of("data")
 
 
 def prepared(choices: list[str], cache: Path) -> Corpus:

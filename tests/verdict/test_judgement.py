@@ -27,7 +27,7 @@ def groups_of(folders):
 
 def test_blocks_are_judged_on_the_test_split_with_paired_seeds(tmp_path):
     judgement = judge_groups(groups_of(write_sweep(tmp_path, diagnostics=False)))
-    assert judgement.metric == "test/bits_per_byte"
+    assert judgement.measure.name == "test/bits_per_byte"
     outcomes = {row.group.label: row.outcome for row in judgement.rows}
     assert outcomes["standard"] == "baseline"
     assert outcomes["polar"] == "better"
@@ -134,7 +134,7 @@ def test_a_diverged_run_has_no_value_and_is_named(tmp_path):
     folders = write_sweep(tmp_path, blocks=("standard", "polar"), diagnostics=False)
     write_run(tmp_path / "polar-seed2", "polar", 2, diverged=True, diagnostics=False)
     judgement = judge_groups(groups_of(folders))
-    assert judgement.metric == "test/bits_per_byte"
+    assert judgement.measure.name == "test/bits_per_byte"
     assert judgement.rows[1].outcome == "no difference shown"
     assert any("Without a finite" in note and "polar-seed2" in note for note in judgement.notes)
 
@@ -145,7 +145,7 @@ def test_runs_without_a_test_split_or_bits_fall_back(tmp_path):
         path = folder / "summary.json"
         kept = {k: v for k, v in json.loads(path.read_text()).items() if not k.startswith("test/")}
         path.write_text(json.dumps(kept))
-    assert judge_groups(groups_of(folders)).metric == "val/bits_per_byte"
+    assert judge_groups(groups_of(folders)).measure.name == "val/bits_per_byte"
 
 
 def test_text_table_lines_up_and_ends_with_the_verdicts(tmp_path):

@@ -22,7 +22,6 @@ from .call import (
     RADIAL_CORRELATIONS,
     AttentionOutput,
     RobustCall,
-    Weights,
     check_residual_form,
 )
 from .flex_backend import flex_attention, flex_obstacle
@@ -43,7 +42,6 @@ __all__ = [
     "DirectionalNoise",
     "RadialNoise",
     "RobustCall",
-    "Weights",
     "check_residual_form",
     "robust_attention",
 ]

@@ -22,6 +22,7 @@ RADIAL_MODES = ("off", "own", "shared")
 RADIAL_CORRELATIONS = ("vv", "qk", "one")
 RESIDUAL_FORMS = ("full", "dot")
 CONSENSUS = ("none", "gate", "complex")
+NO_WEIGHTS = "it never holds the weights that were asked for"  # of every backend but the reference
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,9 @@ class RobustCall:
 
     @property
     def only_plain(self) -> str | None:
-        """What in this call only plain torch computes (reference, streaming), or None."""
+        """Why no fast kernel can take this call, or None."""
+        if self.return_weights:
+            return NO_WEIGHTS
         if self.equilibrium is not None:
             return "the fast kernels only know block.radial_flow=decay"
         if self.consensus != "none":

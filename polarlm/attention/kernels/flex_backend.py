@@ -24,8 +24,6 @@ def flex_obstacle(call: RobustCall) -> str | None:
     """Why FlexAttention cannot do this call, or None."""
     if call.q.dtype == torch.float64 and call.q.device.type != "cpu":
         return "its kernels do not take float64"
-    if call.return_weights:
-        return "it never holds the weights that were asked for"
     if call.only_plain is not None:
         return call.only_plain
     if call.dropout > 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from polarlm.geometry.precision import MAX_QUERY_PRECISION, MIN_MAGNITUDE
 from .build import NotBuilt, library
 from .call import KERNELS, RADIAL_CORRELATIONS, RADIAL_MODES, AttentionOutput, RobustCall
 from .noise import NOISE_ROWS, RADIAL_ROWS
-from .operator import differentiable, operator
+from .operator import dense_channels, differentiable, operator
 
 DIFFERENTIABLE = ("q", "k", "v", "m", "forgotten", "noise", "radial_noise")
+# Of struct Call: what is computed, in numbers.
+SWITCHES = ("kernel", "decay_keys", "decay_values", "dot_form", "radial", "correlation")
 OUTPUTS = ("out", "evidence", "sums", "shifts", "m_bar", "radial_evidence", "head_m_bar")
 BLOCK = 64  # queries of a task, as in native/call.h
 # Multiply-adds of q·k per call below which waking other threads costs more than they help.
@@ -35,8 +38,7 @@ class Call(ctypes.Structure):
 
     _fields_ = [
         *[(name, ctypes.c_int64) for name in (
-            "batch", "heads", "groups", "queries", "keys", "size",
-            "kernel", "decay_keys", "decay_values", "dot_form", "radial", "correlation",
+            "batch", "heads", "groups", "queries", "keys", "size", *SWITCHES,
             "parts", "threads", "seed", "learns_shape", "forgotten_row",
         )],
         *[(name, ctypes.c_double) for name in ("half", "dropout", "cap", "least_magnitude")],
@@ -50,17 +52,28 @@ class Call(ctypes.Structure):
     def point(self, **tensors: Tensor | None) -> None:
         """Fill in addresses, and strides where the kernels ask for them."""
         for name, x in tensors.items():
-            setattr(self, name, None if x is None else x.data_ptr())
+            setattr(self, name, address(x))
             if x is not None and hasattr(self, f"{name}_at"):
                 setattr(self, f"{name}_at", Strides(*x.stride()[:3]))
+
+
+def address(x: Tensor | None) -> int | None:
+    """Where a tensor's numbers lie."""
+    return None if x is None else x.data_ptr()
+
+
+def switches_of(call: Any) -> list[int]:
+    """The SWITCHES of a RobustCall, or of a Recipe (native_decode.py), which has the same names for them."""
+    decay_keys = call.decay_keys and call.kernel != "gaussian"
+    words = (decay_keys, call.decay_values, call.residual_form == "dot")
+    modes = RADIAL_MODES.index(call.radial_mode), RADIAL_CORRELATIONS.index(call.radial_correlation)
+    return [KERNELS.index(call.kernel), *map(int, words), *modes]
 
 
 def native_obstacle(call: RobustCall) -> str | None:
     """Why the native kernels cannot take a call, or None."""
     if call.q.device.type != "cpu":
         return f"it runs on the CPU and these tensors are on {call.q.device.type}"
-    if call.return_weights:
-        return "it never holds the weights that were asked for"
     if call.only_plain is not None:
         return call.only_plain
     return unbuilt(call.score_dtype)
@@ -90,8 +103,7 @@ def native_attention(call: RobustCall) -> AttentionOutput:
     seed = torch.randint(2**62, (1,)) if call.dropout else None
     out, log_evidence, _, _, m_bar, *_ = native_forward(
         q, k, v, m, forgotten, call.noise.rows(call.kernel, torch.float64), radial, call.documents, seed,
-        call.kernel, call.residual_form == "dot", call.decay_keys and call.kernel != "gaussian", call.decay_values,
-        call.radial_mode, call.radial_correlation, size / 2, call.dropout, call.noise.shape(call.kernel).requires_grad,
+        switches_of(call), size / 2, call.dropout, call.noise.shape(call.kernel).requires_grad,
     )  # fmt: skip
     v_bar = out[..., :size] if padding else out
     return AttentionOutput(v_bar.to(call.v.dtype), log_evidence, m_bar if radial is not None else None)
@@ -99,21 +111,19 @@ def native_attention(call: RobustCall) -> AttentionOutput:
 
 def _describe(
     q: Tensor, k: Tensor, v: Tensor, m: Tensor | None, forgotten: Tensor | None, noise: Tensor,
-    radial_noise: Tensor | None, documents: Tensor | None, seed: Tensor | None, kernel: str, dot_form: bool,
-    decay_keys: bool, decay_values: bool, radial: str, correlation: str, half: float, dropout: float,
-    learns_shape: bool,
+    radial_noise: Tensor | None, documents: Tensor | None, seed: Tensor | None, switches: Sequence[int], half: float,
+    dropout: float, learns_shape: bool,
 ) -> tuple[Call, tuple[Tensor | None, ...]]:  # fmt: skip
     """The call as the kernels take it, and the tensors that must live as long."""
     (batch, heads, queries, size), (groups, keys) = q.shape, k.shape[1:3]
-    q, k, v = _rows(q), _rows(k), _rows(v)
+    q, k, v = (dense_channels(x) for x in (q, k, v))
     if documents is not None:  # padded: the last queries are read in whole vectors
         documents = F.pad(documents.to(torch.int64 if q.dtype == torch.float64 else torch.int32).flatten(), (0, 64))
     m, forgotten, radial_noise = (None if x is None else x.contiguous() for x in (m, forgotten, radial_noise))
     noise = noise.contiguous()
     threads = torch.get_num_threads() if batch * heads * queries * keys * size >= WORTH_SHARING else 1
     call = Call(
-        batch, heads, groups, queries, keys, size, KERNELS.index(kernel), decay_keys, decay_values, dot_form,
-        RADIAL_MODES.index(radial), RADIAL_CORRELATIONS.index(correlation),
+        batch, heads, groups, queries, keys, size, *switches,
         1, threads, 0 if seed is None else int(seed), learns_shape, keys,
         half, dropout, MAX_QUERY_PRECISION, MIN_MAGNITUDE,
     )  # fmt: skip
@@ -133,23 +143,21 @@ def _gradient(
 @differentiable("polarlm::native_forward", _gradient)
 def native_forward(
     q: Tensor, k: Tensor, v: Tensor, m: Tensor | None, forgotten: Tensor | None, noise: Tensor,
-    radial_noise: Tensor | None, documents: Tensor | None, seed: Tensor | None, kernel: str, dot_form: bool,
-    decay_keys: bool, decay_values: bool, radial: str, correlation: str, half: float, dropout: float,
-    learns_shape: bool,
+    radial_noise: Tensor | None, documents: Tensor | None, seed: Tensor | None, switches: Sequence[int], half: float,
+    dropout: float, learns_shape: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """OUTPUTS: v_bar (B,H,T,Dh), log-evidence (B,H,T), m_bar (B,T), the others for the backward pass."""
     call, _alive = _describe(
-        q, k, v, m, forgotten, noise, radial_noise, documents, seed, kernel, dot_form, decay_keys, decay_values, radial,
-        correlation, half, dropout, learns_shape,
-    )  # fmt: skip
-    outputs = _outputs(q, radial)
+        q, k, v, m, forgotten, noise, radial_noise, documents, seed, switches, half, dropout, learns_shape
+    )
+    outputs = _outputs(q, switches)
     call.point(**dict(zip(OUTPUTS, outputs)))
     library(_real(q.dtype)).polarlm_forward(ctypes.byref(call), parallel())
     return outputs  # type: ignore[return-value]  # the schema wants them counted
 
 
-def _outputs(q: Tensor, radial: str) -> tuple[Tensor, ...]:
-    batch, heads, queries, size = q.shape
+def _outputs(q: Tensor, switches: Sequence[int]) -> tuple[Tensor, ...]:
+    (batch, heads, queries, size), radial = q.shape, RADIAL_MODES[switches[SWITCHES.index("radial")]]
     out = q.new_empty(batch, queries, heads, size).transpose(1, 2)  # as the projection behind it wants it
     per_head, per_token = (batch, heads, queries), (batch, queries) if radial != "off" else (0,)
     shapes = [per_head] * 3 + [per_token] * 2 + [per_head if radial == "shared" else (0,)]
@@ -157,9 +165,8 @@ def _outputs(q: Tensor, radial: str) -> tuple[Tensor, ...]:
 
 
 @native_forward.traced.register_fake
-def _(q, k, v, m, forgotten, noise, radial_noise, documents, seed, kernel, dot_form, decay_keys, decay_values, radial,
-      *_options):  # fmt: skip
-    return _outputs(q, radial)
+def _(q, k, v, m, forgotten, noise, radial_noise, documents, seed, switches, *_options):
+    return _outputs(q, switches)
 
 
 @operator("polarlm::native_backward")
@@ -168,20 +175,18 @@ def native_backward(
     out: Tensor, evidence: Tensor, sums: Tensor, shifts: Tensor, m_bar: Tensor, radial_evidence: Tensor,
     head_m_bar: Tensor,
     q: Tensor, k: Tensor, v: Tensor, m: Tensor | None, forgotten: Tensor | None, noise: Tensor,
-    radial_noise: Tensor | None, documents: Tensor | None, seed: Tensor | None, kernel: str, dot_form: bool,
-    decay_keys: bool, decay_values: bool, radial: str, correlation: str, half: float, dropout: float,
-    learns_shape: bool,
+    radial_noise: Tensor | None, documents: Tensor | None, seed: Tensor | None, switches: Sequence[int], half: float,
+    dropout: float, learns_shape: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of DIFFERENTIABLE; empty where there is no such input."""
     call, _alive = _describe(
-        q, k, v, m, forgotten, noise, radial_noise, documents, seed, kernel, dot_form, decay_keys, decay_values, radial,
-        correlation, half, dropout, learns_shape,
-    )  # fmt: skip
-    units = call.batch * (call.groups if radial == "off" else 1)
+        q, k, v, m, forgotten, noise, radial_noise, documents, seed, switches, half, dropout, learns_shape
+    )
+    units = call.batch * (call.groups if RADIAL_MODES[call.radial] == "off" else 1)
     if units < 4 * call.threads and units % call.threads:
         # Few units would leave threads idle: the query blocks of each are dealt out, every part with its own sums.
         call.parts = min(-(-call.queries // BLOCK), -(-2 * call.threads // units))
-    d_out, d_evidence, d_m_bar = _rows(d_out), d_evidence.contiguous(), d_m_bar.contiguous()
+    d_out, d_evidence, d_m_bar = dense_channels(d_out), d_evidence.contiguous(), d_m_bar.contiguous()
     dq = torch.zeros_like(out)
     dk, dv = (q.new_zeros(call.parts, *k.shape) for _ in range(2))
     d_m = q.new_zeros((call.parts, call.batch, units // call.batch, call.keys) if m is not None else 0)
@@ -213,11 +218,6 @@ def _(d_out, d_evidence, d_m_bar, out, evidence, sums, shifts, m_bar, radial_evi
 
 def _real(dtype: torch.dtype) -> str:
     return "double" if dtype == torch.float64 else "float"
-
-
-def _rows(x: Tensor) -> Tensor:
-    """Channels side by side, which is all the kernels ask of a layout."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @functools.cache

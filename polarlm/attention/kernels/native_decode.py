@@ -17,8 +17,7 @@ from polarlm.geometry.multihead import PROJECTIONS
 from polarlm.geometry.precision import MAX_QUERY_PRECISION, MIN_MAGNITUDE
 
 from .build import library
-from .call import KERNELS, RADIAL_CORRELATIONS, RADIAL_MODES
-from .native_backend import VECTOR_BYTES, WORTH_SHARING, Call, Strides, parallel, unbuilt
+from .native_backend import VECTOR_BYTES, WORTH_SHARING, Call, Strides, address, parallel, switches_of, unbuilt
 from .noise import DirectionalNoise, RadialNoise
 
 
@@ -124,14 +123,11 @@ class Decoder:
         if forgotten is not None:
             self.remember(forgotten)
         self._library = library("float")
-        self._row = Strides(0, size, size)  # one query: its heads lie side by side
         call = Call(
-            1, recipe.heads, groups, 1, capacity, size, KERNELS.index(recipe.kernel),
-            recipe.decay_keys and recipe.kernel != "gaussian", recipe.decay_values, recipe.residual_form == "dot",
-            RADIAL_MODES.index(recipe.radial_mode), RADIAL_CORRELATIONS.index(recipe.radial_correlation),
+            1, recipe.heads, groups, 1, capacity, size, *switches_of(recipe),
             1, 1, 0, False, capacity, size / 2, 0.0, MAX_QUERY_PRECISION, MIN_MAGNITUDE,
         )  # fmt: skip
-        call.q_at = call.out_at = self._row
+        call.q_at = call.out_at = Strides(0, size, size)  # one query: its heads lie side by side
         call.k_at = call.v_at = Strides(*keys.stride()[:3])
         call.point(noise=noise, radial_noise=radial, magnitude=magnitudes)
         clamp = -1.0 if recipe.evidence_clamp is None else recipe.evidence_clamp
@@ -140,9 +136,8 @@ class Decoder:
             recipe.alpha_by_m, 0, 0, 0, keys.stride(0), 0 if magnitudes is None else magnitudes.stride(0),
             recipe.qk_radius, recipe.eps, recipe.alpha, recipe.beta, clamp,
         )  # fmt: skip
-        decode.keys, decode.values = keys.data_ptr(), values.data_ptr()
-        decode.magnitudes = None if magnitudes is None else magnitudes.data_ptr()
-        decode.forgotten = None if self.forgotten is None else self.forgotten.data_ptr()
+        decode.keys, decode.values = address(keys), address(values)
+        decode.magnitudes, decode.forgotten = address(magnitudes), address(self.forgotten)
         make, drop = self._library.polarlm_new_tables, self._library.polarlm_drop_tables
         make.restype, drop.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
         decode.tables = make(ctypes.byref(call))
@@ -171,7 +166,7 @@ class Decoder:
         decode.call.threads = torch.get_num_threads() if work >= WORTH_SHARING else 1
         decode.q, decode.k, decode.v, decode.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         log_forget = None if log_forget is None else log_forget.contiguous()
-        decode.log_forget = None if log_forget is None else log_forget.data_ptr()
+        decode.log_forget = address(log_forget)
         decode.q_row, decode.k_row, decode.v_row = q.stride(0), k.stride(0), v.stride(0)
         self._library.polarlm_decode(ctypes.byref(decode), parallel())
         return out
@@ -191,9 +186,7 @@ class LayerDecoder:
         layer.projections[: len(weights.projections)] = [w.data_ptr() for w in weights.projections]
         layer.norms[:] = [w.data_ptr() for w in weights.norms]
         layer.out, layer.up, layer.down = (w.data_ptr() for w in (weights.out, weights.up, weights.down))
-        gate, offset = weights.gate or (None, None)
-        layer.gate = None if gate is None else gate.data_ptr()
-        layer.gate_offset = None if offset is None else offset.data_ptr()
+        layer.gate, layer.gate_offset = map(address, weights.gate or (None, None))
         layer.memory = self._memory.data_ptr()
         self._run = library("float").polarlm_layer
 

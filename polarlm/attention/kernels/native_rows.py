@@ -14,6 +14,7 @@ from polarlm.geometry.multihead import PROJECTIONS
 
 from .build import library
 from .native_backend import parallel, unbuilt
+from .operator import dense_channels
 
 WORTH_SHARING = 2**16  # numbers below which waking other threads costs more than they help
 
@@ -46,7 +47,7 @@ def takes_rows(x: Tensor) -> bool:
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool, out: Tensor | None = None) -> Tensor:
     """x (B,H,T,D) rotated by tables that broadcast to (B,H,T,D/2); into `out`, which may be x, where it is given."""
-    x = _side_by_side(x)
+    x = dense_channels(x)
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)  # the layout that attention wants
     _run("rotate", x, -1.0 if inverse else 1.0, y=out, cos=cos, sin=sin)
@@ -55,7 +56,7 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool, out: Tensor | None 
 
 def sphere(x: Tensor, radius: float, eps: float, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """RMS (..., 1) of the rows of x, and x·radius/rms; into `out`, which may be x, where it is given."""
-    x = _side_by_side(x)
+    x = dense_channels(x)
     rms, y = x.new_empty(*x.shape[:-1], 1), torch.empty_like(x) if out is None else out
     _run("sphere", x, radius, eps, y=y, rms=rms)
     return rms, y
@@ -63,7 +64,7 @@ def sphere(x: Tensor, radius: float, eps: float, out: Tensor | None = None) -> t
 
 def sphere_backward(x: Tensor, radius: float, rms: Tensor, d_rms: Tensor, d_y: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the radius."""
-    x, d_y = _side_by_side(x), _side_by_side(d_y)
+    x, d_y = dense_channels(x), dense_channels(d_y)
     d_x, d_radius = torch.empty_like(x), torch.empty((), dtype=torch.float64)
     _run("sphere_backward", x, radius, total=d_radius, rms=rms, d_rms=d_rms, d_y=d_y, d_x=d_x)
     return d_x, d_radius.to(x.dtype)
@@ -76,7 +77,7 @@ def turned_sphere_backward(
 
     With rms (B,T,1) one RMS holds for all heads, with (B,H,T,1) each head has its own.
     """
-    d_y, d_radius = _side_by_side(d_y), torch.empty((), dtype=torch.float64)
+    d_y, d_radius = dense_channels(d_y), torch.empty((), dtype=torch.float64)
     _run(
         "turned_sphere_backward", y, radius, mode=int(rms.dim() == 3), total=d_radius,
         rms=rms, d_rms=d_rms, d_y=d_y, cos=cos, sin=sin, d_x=out,
@@ -110,7 +111,7 @@ def tangent_backward(
     v: Tensor, x: Tensor, step: TangentStep, cos: Tensor, sin: Tensor, d_y: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Gradients of v, of x, and of the step's evidence and change."""
-    d_v, d_x, d_y = torch.empty_like(v), torch.empty_like(x), _side_by_side(d_y)
+    d_v, d_x, d_y = torch.empty_like(v), torch.empty_like(x), dense_channels(d_y)
     small = [None if y is None else torch.empty_like(y).unsqueeze(-1) for y in (step.evidence, step.change)]
     step.run(
         "tangent_backward", v, x, cos=cos, sin=sin, d_y=d_y, d_x=d_x, d_other=d_v,
@@ -121,7 +122,7 @@ def tangent_backward(
 
 def across(x: Tensor, step: Tensor) -> Tensor:
     """x (B,T,D) after a step that has lost its part along x."""
-    x, step = _side_by_side(x), _side_by_side(step)
+    x, step = dense_channels(x), dense_channels(step)
     y = torch.empty_like(x)
     _run("across", x, y=y, other=step)
     return y
@@ -129,7 +130,7 @@ def across(x: Tensor, step: Tensor) -> Tensor:
 
 def across_backward(x: Tensor, step: Tensor, d_y: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the step."""
-    x, step, d_y = _side_by_side(x), _side_by_side(step), _side_by_side(d_y)
+    x, step, d_y = dense_channels(x), dense_channels(step), dense_channels(d_y)
     d_x, d_step = torch.empty_like(x), torch.empty_like(step)
     _run("across_backward", x, other=step, d_y=d_y, d_x=d_x, d_other=d_step)
     return d_x, d_step
@@ -137,7 +138,7 @@ def across_backward(x: Tensor, step: Tensor, d_y: Tensor) -> tuple[Tensor, Tenso
 
 def norm(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """RMS (B,T,1) of the rows of x (B,T,D), and x·gain/rms."""
-    x = _side_by_side(x)
+    x = dense_channels(x)
     rms, y = x.new_empty(*x.shape[:-1], 1), torch.empty_like(x)
     _run("norm", x, eps=eps, y=y, rms=rms, other=gain)
     return rms, y
@@ -145,7 +146,7 @@ def norm(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 def norm_backward(x: Tensor, gain: Tensor, rms: Tensor, d_y: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the gain, which is summed in a fixed order."""
-    x, d_y = _side_by_side(x), _side_by_side(d_y)
+    x, d_y = dense_channels(x), dense_channels(d_y)
     d_x, d_gain = torch.empty_like(x), torch.empty_like(gain)
     _run("norm_backward", x, total=d_gain, rms=rms, d_y=d_y, d_x=d_x, other=gain)
     return d_x, d_gain
@@ -153,7 +154,7 @@ def norm_backward(x: Tensor, gain: Tensor, rms: Tensor, d_y: Tensor) -> tuple[Te
 
 def activate(kind: str, x: Tensor) -> Tensor:
     """`gelu`: x·Φ(x) of x (B,T,n); `swiglu`: silu(g)·u of x (B,T,2n), which holds g and then u."""
-    x = _side_by_side(x)
+    x = dense_channels(x)
     y = x.new_empty(*x.shape[:-1], x.shape[-1] // (2 if kind == "swiglu" else 1))
     _run(kind, x, channels=y.shape[-1], y=y)
     return y
@@ -161,7 +162,7 @@ def activate(kind: str, x: Tensor) -> Tensor:
 
 def activate_backward(kind: str, x: Tensor, d_y: Tensor) -> Tensor:
     """The gradient of x, which GELU's writes over that of y."""
-    x, d_y = _side_by_side(x), _side_by_side(d_y)
+    x, d_y = dense_channels(x), dense_channels(d_y)
     d_x = torch.empty_like(x) if kind == "swiglu" else d_y
     _run(f"{kind}_backward", x, channels=d_y.shape[-1], d_y=d_y, d_x=d_x)
     return d_x
@@ -202,7 +203,3 @@ def _function() -> Any:
     function.argtypes = (ctypes.c_int64, ctypes.c_char_p, ctypes.c_double, ctypes.c_double, ctypes.c_void_p)
     function.restype = None
     return function
-
-
-def _side_by_side(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -73,6 +73,11 @@ def operator(name: str) -> Callable[[Callable[..., tuple[Tensor, ...]]], Operato
     return lambda function: Operator(torch.library.custom_op(name, function, mutates_args=()), function, function)
 
 
+def dense_channels(x: Tensor) -> Tensor:
+    """Channels side by side, which is all that kernels ask of a layout."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def _plain(x: Tensor) -> bool:
     """Whether a tensor holds numbers, and is not a stand-in for tracing."""
     return not torch.compiler.is_compiling() and type(x) in (Tensor, torch.nn.Parameter)

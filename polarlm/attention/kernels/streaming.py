@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .call import AttentionOutput, RobustCall
+from .call import NO_WEIGHTS, AttentionOutput, RobustCall
 from .reference import radial_estimate, reference_attention
 
 CHUNK = 128  # queries at a time
@@ -22,7 +22,7 @@ KEPT = 2**19
 
 def streaming_obstacle(call: RobustCall) -> str | None:
     """Why the streaming backend cannot take a call, or None."""
-    return "it never holds the weights that were asked for" if call.return_weights else None
+    return NO_WEIGHTS if call.return_weights else None
 
 
 def streaming_attention(call: RobustCall) -> AttentionOutput:

@@ -18,7 +18,7 @@ from polarlm.geometry.precision import MIN_MAGNITUDE
 
 from .call import AttentionOutput, RobustCall
 from .noise import NOISE_ROWS, RADIAL_ROWS
-from .operator import differentiable, operator
+from .operator import dense_channels, differentiable, operator
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -42,8 +42,6 @@ RADIAL_CHUNK = 256  # queries whose ∂c are kept at a time
 
 def triton_obstacle(call: RobustCall) -> str | None:
     """Why the Triton kernels cannot do this call, or None."""
-    if call.return_weights:
-        return "it never holds the weights that were asked for"
     if call.only_plain is not None:
         return call.only_plain
     if call.residual_form == "dot":
@@ -108,7 +106,7 @@ class _Directional(_Launch):
         self.batch, self.heads, queries, size = q.shape
         self.groups, keys = k.shape[1:3]
         self.sizes = (64 if size <= 64 else 128, q.element_size())
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        q, k, v = (dense_channels(x) for x in (q, k, v))
         q2, k2 = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).square().contiguous() for x in (q, k))
         strides = (stride for x in (q, k, v) for stride in x.stride()[:3])
         m2, forgotten = (x if x is None else x.contiguous() for x in (m2, forgotten))

@@ -16,7 +16,7 @@ from polarlm.data.config import SPLITS, DataConfig, read_data_config
 from polarlm.data.corpus import Corpus, build_corpus
 from polarlm.data.order.permutation import Permutation, key
 from polarlm.data.order.sequences import Sequences
-from polarlm.data.store.build import corpus_texts, trained_tokenizer
+from polarlm.data.store.build import corpus_texts, split_summary, trained_tokenizer
 from polarlm.data.tokenizers.config import TokenizerConfig
 from polarlm.errors import UserError
 
@@ -81,7 +81,7 @@ def build_mixture(config: DataConfig, tokens: TokenizerConfig, cache: Path, sect
     for name, part in parts.items():
         if read_data_config(part).probe is not None:
             raise UserError(f"data.parts.{name} is a task with symbols of its own; it cannot be part of a mixture.")
-    common: Mapping[str, Any] = _plain(tokens)
+    common: Mapping[str, Any] = dataclasses.asdict(tokens)
     if tokens.kind in ("bpe", "char", "word"):
         # Learned from all parts in turn, so that none of them decides the vocabulary alone.
         texts = lambda train_only: _in_turn([corpus_texts(part, cache, train_only) for part in parts.values()])  # noqa: E731
@@ -98,21 +98,16 @@ def build_mixture(config: DataConfig, tokens: TokenizerConfig, cache: Path, sect
     return Corpus(corpora[0].folder, manifest, [(corpus, weights[name]) for name, corpus in zip(parts, corpora)])
 
 
-def _plain(tokens: TokenizerConfig) -> dict[str, Any]:
-    return dataclasses.asdict(tokens)
-
-
 def _join(corpora: Sequence[Corpus], split: str) -> dict[str, Any] | None:
     summaries = [(corpus.folder.resolve(), s) for corpus in corpora if (s := corpus.manifest["splits"].get(split))]
     if not summaries:
         return None
-    totals = {what: sum(s[what] for _, s in summaries) for what in ("tokens", "documents", "bytes", "unknown")}
     # Absolute paths: the shards lie in the folders of the parts.
     shards = [
         {**shard, "file": str(folder / shard["file"]), "documents_file": str(folder / shard["documents_file"])}
         for folder, summary in summaries for shard in summary["shards"]
     ]  # fmt: skip
-    return {**totals, "shards": shards}
+    return split_summary(shards)
 
 
 def _in_turn(streams: Sequence[Iterator[str]]) -> Iterator[str]:

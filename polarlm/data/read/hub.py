@@ -28,10 +28,6 @@ class HubUnit:
 
     shard: tuple[int, int] = (1, 0)  # (number of shards, this one), where a dataset is streamed
 
-    def fingerprint(self) -> str:
-        """What the unit is called; its content is identified by `hub_identity`."""
-        return self.name
-
     def size_hint(self) -> int | None:
         """Unknown before the rows are read."""
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import glob
 import http.client
 import os
@@ -17,6 +16,7 @@ from polarlm.data.atomic import explained, file_sha256, locked
 from polarlm.data.config import DataConfig
 from polarlm.data.read.files import file_units
 from polarlm.errors import UserError
+from polarlm.visible import say_once
 
 if TYPE_CHECKING:
     from polarlm.data.tokenizers.config import TokenizerConfig
@@ -45,13 +45,8 @@ def usable_local_copy(config: DataConfig) -> Path | None:
         return None
     if config.split.rule == "own" and not {"train", "val"} <= {unit.split for unit in file_units(str(copy), config)}:
         return None
-    _say_once(f"data={config.name}: using the local copy {copy}")
+    say_once(f"data={config.name}: using the local copy {copy}")
     return copy
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    print(message, file=sys.stderr)
 
 
 def download(config: DataConfig, cache_dir: Path) -> Path:

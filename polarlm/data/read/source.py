@@ -25,7 +25,6 @@ class Unit(Protocol):
     @property
     def split(self) -> str | None: ...
 
-    def fingerprint(self) -> str: ...
     def size_hint(self) -> int | None: ...
     def pieces(self) -> Iterator[Piece]: ...
 
@@ -33,8 +32,8 @@ class Unit(Protocol):
 class Source:
     """The units of one corpus in reading order, found when they are first needed (a hub has to be asked)."""
 
-    def __init__(self, config: DataConfig, find: Callable[[], Sequence[Unit]], identity: str | None = None):
-        self.config, self._find, self._identity = config, find, identity
+    def __init__(self, config: DataConfig, find: Callable[[], Sequence[Unit]], identify: Callable[[], str]):
+        self.config, self._find, self._identify = config, find, identify
 
     @cached_property
     def units(self) -> Sequence[Unit]:
@@ -49,10 +48,7 @@ class Source:
 
     def fingerprint(self) -> str:
         """Changes when a unit's content, name, order or split changes."""
-        if self._identity is not None:
-            return self._identity
-        parts = [[unit.name, unit.split, unit.fingerprint()] for unit in self.units]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        return self._identify()
 
 
 def open_source(config: DataConfig, cache_dir: Path) -> Source:
@@ -60,7 +56,8 @@ def open_source(config: DataConfig, cache_dir: Path) -> Source:
     if config.path is not None:
         return _of_files(config, config.path)
     if config.probe is not None:
-        return Source(config, lambda: [ProbeUnit(split, config) for split in SPLITS], _probe_identity(config))
+        identity = [VERSION, describe_probe(config.source, config.probe)]
+        return Source(config, lambda: [ProbeUnit(split, config) for split in SPLITS], lambda: _digest(identity))
     if config.source == "pydocs":
         from polarlm.data.read.pydocs import pydocs_file
 
@@ -72,7 +69,8 @@ def open_source(config: DataConfig, cache_dir: Path) -> Source:
     if config.hub is not None:
         from polarlm.data.read.hub import hub_identity, hub_units
 
-        return Source(config, lambda: hub_units(config), hub_identity(config))
+        hub = hub_identity(config)
+        return Source(config, lambda: hub_units(config), lambda: hub)
     if config.url:
         return _of_files(config, str(download(config, cache_dir)))
     raise _no_text(config)
@@ -106,10 +104,6 @@ class ProbeUnit:
     def name(self) -> str:
         return f"{self.config.source}:{self.split}"
 
-    def fingerprint(self) -> str:
-        """What the unit is called; its content is identified by the task's options."""
-        return self.name
-
     def size_hint(self) -> int | None:
         """Unknown before the examples are made."""
         return None
@@ -120,11 +114,10 @@ class ProbeUnit:
         yield from map(Piece, self.config.probe.texts(self.split))
 
 
-def _probe_identity(config: DataConfig) -> str:
-    assert config.probe is not None
-    return hashlib.sha256(json.dumps([VERSION, describe_probe(config.source, config.probe)]).encode()).hexdigest()
-
-
 def _of_files(config: DataConfig, path: str) -> Source:
     units = file_units(path, config)
-    return Source(config, lambda: units)
+    return Source(config, lambda: units, lambda: _digest([[u.name, u.split, u.fingerprint()] for u in units]))
+
+
+def _digest(parts: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -159,11 +159,14 @@ def _summaries(sections: list[dict[str, Any]]) -> dict[str, Any]:
     for split in SPLITS:
         shards = [section["splits"][split] for section in sections if split in section["splits"]]
         if sum(shard["tokens"] for shard in shards):
-            totals = {
-                what: sum(shard[what] for shard in shards) for what in ("tokens", "documents", "bytes", "unknown")
-            }
-            splits[split] = {**totals, "shards": shards}
+            splits[split] = split_summary(shards)
     return splits
+
+
+def split_summary(shards: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the shards of a split hold together."""
+    totals = {what: sum(shard[what] for shard in shards) for what in ("tokens", "documents", "bytes", "unknown")}
+    return {**totals, "shards": shards}
 
 
 def _check_not_empty(splits: dict[str, Any], config: DataConfig, source: Source) -> None:

@@ -19,15 +19,14 @@ class TokenStore:
         self._offsets = [0]
         for shard in self.shards:
             self._offsets.append(self._offsets[-1] + shard["tokens"])
-        self._maps: list[np.ndarray | None] = [None] * len(self.shards)
-        self._starts: list[np.ndarray | None] = [None] * len(self.shards)
+        self._maps: dict[str, np.ndarray] = {}
 
     def __len__(self) -> int:
         return self._offsets[-1]
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker process maps the files itself instead of receiving their content.
-        return self.__dict__ | {"_maps": [None] * len(self.shards), "_starts": [None] * len(self.shards)}
+        return self.__dict__ | {"_maps": {}}
 
     @property
     def documents(self) -> int:
@@ -80,7 +79,7 @@ class TokenStore:
             offset = self._offsets[number]
             if offset >= end:
                 break
-            starts = self._document_starts(number)
+            starts = self._mapped(self.shards[number]["documents_file"], np.dtype("<u8"))
             low, high = np.searchsorted(starts, [max(begin - offset, 0), end - offset])
             parts.append(starts[low:high].astype(np.int64) + offset)
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
@@ -93,20 +92,12 @@ class TokenStore:
         return np.cumsum(ids)
 
     def _tokens(self, number: int) -> np.ndarray:
-        mapped = self._maps[number]
-        if mapped is None:
-            mapped = self._maps[number] = _map(self.folder / self.shards[number]["file"], self._dtype)
-        return mapped
+        return self._mapped(self.shards[number]["file"], self._dtype)
 
-    def _document_starts(self, number: int) -> np.ndarray:
-        mapped = self._starts[number]
-        if mapped is None:
-            mapped = self._starts[number] = _map(self.folder / self.shards[number]["documents_file"], np.dtype("<u8"))
-        return mapped
-
-
-def _map(path: Path, dtype: np.dtype) -> np.ndarray:
-    if path.stat().st_size == 0:
-        return np.empty(0, dtype)
-    # As a plain array: slicing np.memmap's subclass costs more than reading the window.
-    return np.asarray(np.memmap(path, dtype, mode="r"))
+    def _mapped(self, name: str, dtype: np.dtype) -> np.ndarray:
+        if name not in self._maps:
+            path = self.folder / name
+            # As a plain array: slicing np.memmap's subclass costs more than reading the window.
+            whole = np.asarray(np.memmap(path, dtype, mode="r")) if path.stat().st_size else np.empty(0, dtype)
+            self._maps[name] = whole
+        return self._maps[name]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from polarlm.data.atomic import write_beside, write_sorted_json
-from polarlm.data.tokenizers.tokenizer import DESCRIPTION, EOS, Tokenizer
+from polarlm.data.tokenizers.tokenizer import DESCRIPTION, EOS, Tokenizer, tokenizer_file
 from polarlm.errors import UserError
 
 # GPT-2's pre-tokeniser: contractions, words, numbers and punctuation with their leading space, runs of white space.
@@ -83,11 +83,7 @@ class SubwordTokenizer(Tokenizer):
     @classmethod
     def from_file(cls, path: str | Path, eos: str | None = None) -> SubwordTokenizer:
         """Open a tokenizer.json, or a folder that holds one."""
-        file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
-        if not file.is_file():
-            raise UserError(
-                f"tokenizer.path={path}: no tokenizer.json there. Give such a file or a folder holding one."
-            )
+        file = tokenizer_file(path)
         try:
             return cls(file.read_text(encoding="utf-8"), eos)
         except UserError as error:

@@ -18,6 +18,7 @@ from polarlm.data.tokenizers.tokenizer import (
     WordTokenizer,
     is_saved,
     load_tokenizer,
+    tokenizer_file,
 )
 from polarlm.errors import UserError
 from polarlm.settings import read_settings, setting
@@ -89,13 +90,7 @@ def _first_bytes(texts: Iterator[str], limit: int) -> Iterator[str]:
 
 def _tokenizer_json(config: TokenizerConfig) -> Path:
     if config.path is not None:
-        path = Path(config.path).expanduser()
-        file = path / "tokenizer.json" if path.is_dir() else path
-        if not file.is_file():
-            raise UserError(
-                f"tokenizer.path={config.path}: no tokenizer.json there. Give such a file or a folder holding one."
-            )
-        return file
+        return tokenizer_file(config.path)
     from polarlm.data.read.locate import hub_tokenizer
 
     return hub_tokenizer(config)

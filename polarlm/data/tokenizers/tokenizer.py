@@ -178,6 +178,15 @@ class WordTokenizer(Tokenizer):
         return standard_words(self)
 
 
+def tokenizer_file(path: str | Path) -> Path:
+    """A tokenizer.json, from its own path or that of its folder."""
+    given = Path(path).expanduser()
+    file = given / "tokenizer.json" if given.is_dir() else given
+    if not file.is_file():
+        raise UserError(f"tokenizer.path={path}: no tokenizer.json there. Give such a file or a folder holding one.")
+    return file
+
+
 def is_saved(folder: Path) -> bool:
     """Whether a folder was written by `Tokenizer.save`."""
     return (folder / DESCRIPTION).is_file()
@@ -185,13 +194,11 @@ def is_saved(folder: Path) -> bool:
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """Restore a tokenizer saved by `Tokenizer.save`, or open a folder or file with a standard tokenizer.json."""
-    folder = Path(folder)
-    if not is_saved(folder):
-        from polarlm.data.tokenizers.bpe import SubwordTokenizer
-
-        return SubwordTokenizer.from_file(folder)
     from polarlm.data.tokenizers.bpe import SubwordTokenizer
 
+    folder = Path(folder)
+    if not is_saved(folder):
+        return SubwordTokenizer.from_file(folder)
     makers: dict[str, Callable[[dict[str, Any]], Tokenizer]] = {
         "byte": lambda saved: ByteTokenizer(),
         "char": lambda saved: CharTokenizer(saved["alphabet"]),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 # Of the kernels only what defines a call and computes it plainly.
 KERNELS = "polarlm.attention.kernels"
-KEPT_KERNELS = {KERNELS, *(f"{KERNELS}.{name}" for name in ("call", "noise", "reference", "consensus", "chunks"))}
+KEPT_KERNELS = {KERNELS, *(f"{KERNELS}.{name}" for name in ("call", "noise", "reference", "consensus"))}
 ABSENT = '''
 class _Absent:
     """A kernel that does not travel: asked whether it can (`…obstacle`, `takes_…`) it says no; called, why."""

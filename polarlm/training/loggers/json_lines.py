@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -13,6 +12,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_only
 
 from polarlm.data.atomic import explained, write_beside
+from polarlm.runs.files import json_lines
 from polarlm.training.loggers.sink import Sink
 
 
@@ -59,8 +59,4 @@ class JsonLines(Sink):
 
     def rows(self) -> list[dict[str, Any]]:
         """All rows written so far, without damaged ones."""
-        rows = []
-        for line in self.path.read_bytes().splitlines() if self.path.exists() else ():
-            with contextlib.suppress(ValueError, RecursionError):
-                rows.append(json.loads(line))
-        return [row for row in rows if isinstance(row, dict)]
+        return json_lines(self.path)

@@ -17,6 +17,7 @@ from polarlm.errors import UserError
 from polarlm.runs.files import read_json
 from polarlm.runs.identity import flatten
 from polarlm.runs.sweeps import command_overrides, key_of
+from polarlm.visible import say_once
 
 KINDS = ("wandb", "trackio", "none")
 # Overrides that say where a run goes, not what it is.
@@ -60,7 +61,7 @@ def finish_loggers(loggers: list[Logger], status: str) -> None:
         try:
             logger.finish(status, final_numbers(read_json(folder / "summary.json") or {}))
             if getattr(logger, "offline", False):
-                print_once(f"wandb: logged offline; to upload: wandb sync {folder.parent}/*/wandb/offline-run-*")
+                say_once(f"wandb: logged offline; to upload: wandb sync {folder.parent}/*/wandb/offline-run-*")
         except Exception as error:
             print(f"{type(logger).__name__}: could not be closed ({error})", file=sys.stderr)
 
@@ -78,13 +79,3 @@ def final_numbers(summary: dict[str, Any]) -> dict[str, float | str]:
 def is_place(override: str) -> bool:
     """Whether an override only says where things are written."""
     return key_of(override).partition(".")[0] in PLACES
-
-
-_told: set[str] = set()
-
-
-def print_once(text: str) -> None:
-    """Print a hint the first time it applies in this process (a sweep has many runs)."""
-    if text not in _told:
-        _told.add(text)
-        print(text, file=sys.stderr)

@@ -37,11 +37,7 @@ class Section:
     panels: list[Panel]
 
 
-def mean_of(title: str, *names: str) -> Panel:
-    """The means over layers and heads of the named quantities."""
-    return Panel(title, list(names))
-
-
+# Quantities of layers and heads are shown as their means.
 LAYOUT = [
     Section(
         "Perplexity",
@@ -58,26 +54,26 @@ LAYOUT = [
     Section(
         "Radial growth",
         [
-            mean_of("Residual RMS", "radial/residual_rms"),
-            mean_of("Growth: attention and feed-forward", "radial/growth_attention", "radial/growth_ffn"),
-            mean_of("Predicted growth α⟨v, v̄⟩/r²", "radial/growth_predicted"),
-            mean_of("Measured latent growth", "radial/growth_latent"),
-            mean_of("Prediction's slope and R² on the stream", "radial/growth_slope", "radial/growth_r2"),
-            mean_of("Tangency: latent and stream", "radial/tangency_latent", "radial/tangency_attention"),
-            mean_of("Latent magnitude m", "radial/magnitude"),
-            mean_of("Angular step", "radial/angular_step_attention", "radial/angular_step_ffn"),
-            mean_of("Mean resultant length", "radial/resultant_length"),
+            Panel("Residual RMS", ["radial/residual_rms"]),
+            Panel("Growth: attention and feed-forward", ["radial/growth_attention", "radial/growth_ffn"]),
+            Panel("Predicted growth α⟨v, v̄⟩/r²", ["radial/growth_predicted"]),
+            Panel("Measured latent growth", ["radial/growth_latent"]),
+            Panel("Prediction's slope and R² on the stream", ["radial/growth_slope", "radial/growth_r2"]),
+            Panel("Tangency: latent and stream", ["radial/tangency_latent", "radial/tangency_attention"]),
+            Panel("Latent magnitude m", ["radial/magnitude"]),
+            Panel("Angular step", ["radial/angular_step_attention", "radial/angular_step_ffn"]),
+            Panel("Mean resultant length", ["radial/resultant_length"]),
         ],
     ),
     Section(
         "Precision and attention",
         [
-            mean_of("Log-evidence", "precision/log_evidence"),
-            mean_of("Share of outliers", "precision/outlier_share"),
-            mean_of("Attention entropy", "attention/entropy"),
-            mean_of("Attention on the first token", "attention/mass_first"),
-            mean_of("Similarity of v̄ with the own value", "attention/self_similarity"),
-            mean_of("Local consensus ε", "attention/consensus_epsilon"),
+            Panel("Log-evidence", ["precision/log_evidence"]),
+            Panel("Share of outliers", ["precision/outlier_share"]),
+            Panel("Attention entropy", ["attention/entropy"]),
+            Panel("Attention on the first token", ["attention/mass_first"]),
+            Panel("Similarity of v̄ with the own value", ["attention/self_similarity"]),
+            Panel("Local consensus ε", ["attention/consensus_epsilon"]),
             Panel("Every layer and head", media=["diagnostics/layers_and_heads"]),
             Panel("Log-evidence, layer × head", media=["precision/log_evidence/heat_map"]),
             Panel("Attention entropy, layer × head", media=["attention/entropy/heat_map"]),
@@ -86,7 +82,7 @@ LAYOUT = [
             Panel("Attention against lag", media=["attention/weight/by_lag"]),
         ],
     ),
-    Section("Parameters", [mean_of(name, f"parameters/{name}") for name in PARAMETERS]),
+    Section("Parameters", [Panel(name, [f"parameters/{name}"]) for name in PARAMETERS]),
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ def adamw(
     """AdamW with the three groups of `parameter_groups`, fused where it may be and the device supports it."""
     options = groups_by_width(model, parameter_roles(model), lr_base_width, lr, weight_decay, estimator_lr_factor)
     devices = {p.device.type for group in options for p in group["params"]}
-    fused = fused and "fused" in inspect.signature(torch.optim.AdamW).parameters and devices <= {"cpu", "cuda"}
+    fused = fused and devices <= {"cpu", "cuda"}
     return torch.optim.AdamW(options, lr=lr, betas=(betas[0], betas[1]), eps=eps, fused=fused)
 
 

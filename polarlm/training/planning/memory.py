@@ -49,13 +49,6 @@ class StepMemory:
         """What comes and goes on top of the activations."""
         return max(self.output, self.last_block)
 
-    @property
-    def peak(self) -> int:
-        """The most that is held at once."""
-        computing = self.activations + self.workspace + (self.gradients if self.accumulates else 0)
-        ending = self.gradients + max(self.first_block, self.embedding, self.update)
-        return self.weights + self.optimiser + max(computing, ending)
-
 
 def step_memory(
     build: Callable[[int], GPT], layers: int, *, rows: int, precision: str, optim: dict[str, Any], accumulate: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polarlm.columns import aligned
+from polarlm.columns import indented
 from polarlm.training.planning.devices import DeviceMemory
 from polarlm.training.planning.plan import ResourcePlan
 
@@ -13,7 +13,7 @@ TITLES = {"workspace": "logits, workspace", "parallel": "buckets, gathered weigh
 
 def describe_plan(plan: ResourcePlan) -> str:
     """The whole plan."""
-    return "\n".join([*_headline(plan), "", *_memory(plan), "", *_traffic(plan), "", *_time(plan), "", *_notes(plan)])
+    return "\n".join([*_headline(plan), "", *_memory(plan), "", *_traffic(plan), "", *_time(plan), "", *_notes()])
 
 
 def _headline(plan: ResourcePlan) -> list[str]:
@@ -37,7 +37,7 @@ def _memory(plan: ResourcePlan) -> list[str]:
     rows.append(["peak", *(_gb(plan.memory[c].peak) for c in columns)])
     rows.append([f"of {plan.gpu.memory:g} GB", *(_verdict(plan.memory[c], limit) for c in columns)])
     title = "Memory per GPU in GB (* as configured; recompute: model.checkpointing=true)"
-    return [title, *_table([["", *head], *rows])]
+    return [title, *indented([["", *head], *rows])]
 
 
 def _verdict(memory: DeviceMemory, limit: float) -> str:
@@ -52,7 +52,7 @@ def _traffic(plan: ResourcePlan) -> list[str]:
     ]
     return [
         "Sent by each GPU per step, and the time of its slowest link",
-        *_table([["", "bytes", "time", "link"], *rows]),
+        *indented([["", "bytes", "time", "link"], *rows]),
     ]
 
 
@@ -73,14 +73,14 @@ def _time(plan: ResourcePlan) -> list[str]:
         ["hours", _range(hours, ".3g")],
         ["GPU hours", _range([plan.settings.gpus * h for h in hours], ".3g")],
     ]
-    return ["Time (first number: no communication is hidden behind computation; second: all of it)", *_table(rows)]
+    return ["Time (first number: no communication is hidden behind computation; second: all of it)", *indented(rows)]
 
 
 def _range(numbers: list[float], form: str) -> str:
     return " … ".join(dict.fromkeys(format(number, form) for number in numbers))
 
 
-def _notes(plan: ResourcePlan) -> list[str]:
+def _notes() -> list[str]:
     return [
         "Counted: FLOPs (the model's own), bytes of a step (on fake tensors, with the CPU's kernels, not compiled).",
         "Published: memory, peak FLOP/s and bandwidth of the GPU. Assumed, never measured by us: the MFU (mfu=…), that "
@@ -91,7 +91,3 @@ def _notes(plan: ResourcePlan) -> list[str]:
 
 def _gb(size: float) -> str:
     return f"{size / 1e9:.2f}"
-
-
-def _table(rows: list[list[str]]) -> list[str]:
-    return [f"  {line}" for line in aligned(rows)]

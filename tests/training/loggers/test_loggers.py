@@ -22,6 +22,7 @@ from polarlm.runs.sweeps import command_overrides, sweep_group
 from polarlm.training.loggers import sinks as loggers_module
 from polarlm.training.loggers import wandb_mode
 from polarlm.training.loggers.sinks import build_loggers, finish_loggers
+from polarlm.visible import say_once
 from tests.conftest import ROOT
 from tests.training.loggers.offline_wandb import read_offline_run
 
@@ -49,7 +50,7 @@ def _no_account(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setattr(loggers_module, "_told", set())
+    say_once.cache_clear()
     network.reachable.cache_clear()
 
 
