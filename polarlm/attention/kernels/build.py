@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import functools
 import hashlib
 import os
@@ -12,6 +11,11 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 SOURCES = Path(__file__).parent / "native"
 FLAGS = (
@@ -34,6 +38,8 @@ class NotBuilt(Exception):
 @functools.cache
 def library(real: str) -> ctypes.CDLL:
     """The compiled kernels for `float` or `double`; raises NotBuilt with the reason where that is impossible."""
+    if fcntl is None:
+        raise NotBuilt("the native kernels are built on Linux and macOS only")
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "c++", "g++", "clang++"))), None)
     if compiler is None:
         raise NotBuilt("no C++ compiler was found (install g++ or set CXX)")

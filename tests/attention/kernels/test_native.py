@@ -316,6 +316,21 @@ def test_without_a_compiler_it_warns_once_and_goes_on(monkeypatch):
         build.library.cache_clear()
 
 
+def test_a_machine_without_posix_locks_imports_attention_and_uses_plain_torch():
+    code = """
+import sys
+sys.modules["fcntl"] = None  # as on Windows
+import torch
+from polarlm.attention import MixerShape, PolarAttention, TokenContext
+from polarlm.geometry import rotary_tables
+mixer = PolarAttention(MixerShape(d_model=16, n_head=2, n_kv_head=2, head_dim=8, layer=0, n_layer=1))
+print(mixer(torch.randn(1, 5, 16), TokenContext(rotary_tables(torch.arange(5), 8))).shape)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "torch.Size([1, 5, 16])" in done.stdout, done.stderr
+    assert "plain torch" in done.stderr and "built on Linux and macOS only" in done.stderr
+
+
 def test_a_second_process_finds_the_compiled_code_and_says_nothing(tmp_path, monkeypatch):
     cache, source = tmp_path / "cache", tmp_path / "source"
     source.mkdir()
