@@ -173,6 +173,15 @@ def step_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("step_*.ckpt"), reverse=True)
 
 
+def remove_old(folder: Path, newest: Path, keep: int) -> None:
+    """Keep the `keep` newest steps up to `newest`, which is among them; what no checkpoint names goes as well."""
+    files = step_files(folder)
+    # Steps after this one are of a history that was left (a damaged checkpoint, a rewind).
+    for old in [p for p in files if p > newest] + [p for p in files if p <= newest][keep:]:
+        old.unlink(missing_ok=True)
+    remove_unused_shards(folder)
+
+
 def give_name(source: Path, name: Path) -> None:
     """Let `name` be another name of `source`, in one step; a copy where the file system knows no second names."""
     beside = name.with_name(f".{name.name}.tmp")

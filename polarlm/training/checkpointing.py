@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from polarlm.runs.checkpoints import BEST, LAST, give_name, remove_unused_shards, step_file, step_files
+from polarlm.runs.checkpoints import BEST, LAST, give_name, remove_old, step_file
 from polarlm.training.callbacks import Recorder
 
 
@@ -38,6 +38,9 @@ class Checkpointing(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.saved_step = trainer.global_step or None
+        best, here = self.folder / BEST, step_file(self.folder, trainer.global_step)
+        if self.best is not None and trainer.is_global_zero and here.exists() and not best.exists():
+            give_name(here, best)  # the first one that was saved, killed before it got its name
         if self.from_start and trainer.global_step == 0:
             self.save(trainer)
 
@@ -49,28 +52,27 @@ class Checkpointing(pl.Callback):
         if better and trainer.global_step < trainer.max_steps:
             self.best = validated
         if self.due(trainer) or better:
-            self.save(trainer)
-            if better and trainer.is_global_zero:
-                give_name(step_file(self.folder, trainer.global_step), self.folder / BEST)
+            self.save(trainer, best=better)
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if self.saved_step != trainer.global_step and not self.discard:
             self.save(trainer)
 
-    def save(self, trainer: pl.Trainer) -> None:
-        """Write this step's checkpoint, name it the last, and let the oldest go."""
+    def save(self, trainer: pl.Trainer, best: bool = False) -> None:
+        """Write this step's checkpoint, name it the last (before that the best, if it is), and let the oldest go.
+
+        Whoever goes on does so from the last: what belongs to a step has to be done before its checkpoint is that.
+        """
         if trainer.is_global_zero:
             for write in self.flush:
                 write()
         path = step_file(self.folder, trainer.global_step)
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
+            if best:
+                give_name(path, self.folder / BEST)
             give_name(path, self.folder / LAST)
-            # Steps after this one are of a history that was left (a damaged checkpoint, a rewind).
-            files = step_files(self.folder)
-            for old in [p for p in files if p > path] + [p for p in files if p <= path][self.keep :]:
-                old.unlink(missing_ok=True)
-            remove_unused_shards(self.folder)
+            remove_old(self.folder, path, self.keep)
         self.saved_step = trainer.global_step
 
     def state_dict(self) -> dict[str, Any]:

@@ -14,20 +14,21 @@ def finish(job: Job, folder: Path, pictures: Callable[[Path], Any] | None = None
     """Write weights for sharing, a sample and pictures; the summary says `finished` only after all of them."""
     from polarlm.evaluation.baselines import baseline_metrics
     from polarlm.evaluation.generate import Sampling, answered_example, stream_text
-    from polarlm.runs.checkpoints import remove_unused_shards
+    from polarlm.runs.checkpoints import remove_old, step_file
     from polarlm.runs.restore import load_weights, restore_run, save_weights
     from polarlm.training.loggers.json_lines import JsonLines
     from polarlm.training.loggers.throughput import believable_share
 
     config = job.config
     checkpoints = folder / "checkpoints"
-    remove_unused_shards(checkpoints)  # of a run that was killed while it let the oldest go
     save_weights(
         load_weights(checkpoints / "last.ckpt"), checkpoints / "model.safetensors", tied=job.model.config.tie_embeddings
     )
     run = restore_run(folder)
     rows = JsonLines(folder / "metrics.jsonl").rows()
     last = rows[-1]
+    # Of a run that was killed while it let the oldest go.
+    remove_old(checkpoints, step_file(checkpoints, last["step"]), config["trainer"]["keep_checkpoints"])
     parts = {key.removeprefix("time/"): median(rows, key) for key in STEP_PARTS}
     flops_per_token = job.model.flops_per_token(job.plan.context)
     speed = last["tokens"] / last["training_seconds"] if last.get("training_seconds") else None

@@ -104,6 +104,7 @@ def outcome(folder: Path) -> dict[str, Any]:
         "weights": (folder / "checkpoints" / "model.safetensors").read_bytes(),
         "state": {name: tensor.numpy().tobytes() for name, tensor in tensors_of(state)},
         "step": last["global_step"],
+        "best": load_verified(folder / "checkpoints" / "best.ckpt")["global_step"],
         "metrics": _numbers(folder / "metrics.jsonl"),
         "probes": (folder / "diagnostics" / "probe.jsonl").read_text(),
         "summary": {key: summary[key] for key in ("status", "val/loss", "sample", "step", "tokens")},

@@ -73,6 +73,10 @@ def finish_and_compare(workshop, runs: str, expected: dict, history: list[str]) 
     process = workshop.start(runs)
     process.join()
     assert process.exitcode == 0, f"{history}\n{workshop.told(runs)}"
+    compare(workshop, runs, expected, history)
+
+
+def compare(workshop, runs: str, expected: dict, history: list[str]) -> None:
     actual = outcome(workshop.folder(runs))
     for what in expected:
         assert actual[what] == expected[what], (what, history)
@@ -106,6 +110,23 @@ def test_killed_at_every_named_point(workshop, reference):
             number, history = number + 1, [f"seed {seed}"]
     finish_and_compare(workshop, f"points-{number}", expected, history)
     assert kills == len(points)
+
+
+@pytest.mark.parametrize("name", ["after replace last.ckpt", "after unlink step_#.ckpt"])
+def test_killed_at_one_point_whenever_it_is_reached(workshop, reference, name):
+    """Also at the last checkpoint, after which nothing is saved that could make up for what was not done."""
+    expected, points, _ = reference
+    assert name in points
+    runs, kills = f"again-{name.replace(' ', '-')}", 0
+    while kills < 20:
+        process = workshop.start(runs, kill_at=name)
+        process.join()
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -9, workshop.told(runs)
+        kills += 1
+    assert 2 <= kills < 20
+    compare(workshop, runs, expected, [name] * kills)
 
 
 def test_killed_at_random_times(workshop, reference):
