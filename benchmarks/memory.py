@@ -5,8 +5,6 @@ python -m benchmarks.memory polar 4096 8192     prints the MB that the steps add
 
 from __future__ import annotations
 
-import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -14,20 +12,20 @@ from pathlib import Path
 from benchmarks.blocks import build, training_step
 
 
-def _resident() -> float:
-    """MB in memory now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+def _resident(name: str) -> float:
+    """MB in memory now (VmRSS) or at most so far (VmHWM). The maximum of getrusage may be the parent process's."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[name].split()[0]) / 1024
 
 
 def peak_of_a_step(block: str, context: int, tokens: int) -> float:
     """MB that two training steps add at their peak to the memory of the idle model."""
     model = build(block, context)
     step = training_step(model.loss, model, tokens // context, context)
-    before = _resident()
+    before = _resident("VmRSS")
     step()
     step()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
+    return _resident("VmHWM") - before
 
 
 def memory_against_context(blocks: tuple[str, ...], contexts: tuple[int, ...], tokens: int) -> list[dict]:
