@@ -42,7 +42,7 @@ WORKERS ?= 3
 test: $(VENV)/.installed-dev  ## run the whole test suite (make test ARGS="-m 'not slow'")
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-lint: $(VENV)/.installed-dev  ## ruff, mypy on polarlm/, the import direction, the pins
+lint: $(VENV)/.installed-dev  ## ruff, mypy, the import direction, the pins
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

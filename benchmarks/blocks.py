@@ -6,6 +6,7 @@ import functools
 import importlib
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +64,7 @@ def build(block: str, context: int, **shape) -> GPT:
 
 def _settings(file: str) -> dict:
     """A block's yaml, on top of the one that it names in its defaults."""
-    own = OmegaConf.to_container(OmegaConf.load(CONFIGS / "block" / f"{file}.yaml"), resolve=True)
+    own: Any = OmegaConf.to_container(OmegaConf.load(CONFIGS / "block" / f"{file}.yaml"), resolve=True)
     base, *_ = own.pop("defaults", ["_self_"])
     return own if base == "_self_" else _settings(base) | own
 

@@ -79,7 +79,8 @@ def windows(context: int = 1024, batch: int = 16, count: int = 50) -> dict[str, 
             for _ in range(count):
                 next(ours)
 
-        bare(), store_batches()
+        bare()
+        store_batches()
         slow, fast = alternate(bare, store_batches, 15)
     tokens = count * batch * context
     return {"memmap Mtok/s": tokens / slow / 1e6, "store Mtok/s": tokens / fast / 1e6, "time ratio": fast / slow}
@@ -163,21 +164,31 @@ def memory(small: int = 8) -> dict[str, float]:
 
 def peak(path: str, folder: str) -> None:
     """Prepare a file in this process and print text size, seconds and peak memory."""
-    import resource
+    from benchmarks.memory import resident
 
     begin = time.perf_counter()
     gpt2 = {"kind": "file", "path": str(SHARED / "gpt2-tokenizer")}
     corpus = build_corpus({"path": path, "split": {"rule": "hash", "val": 0.01}}, gpt2, f"{folder}/cache")
     size = sum(corpus.store(split).bytes for split in corpus.splits) / 1e6
     seconds = time.perf_counter() - begin
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    used = resident("VmHWM")
     print(json.dumps({"text MB": size, "seconds": seconds, "MB/s": size / seconds, "peak MB": used}))
 
 
 def main() -> None:
     """Run one measurement and print it as aligned text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds = {"windows": windows, "tokenise": tokenise, "identity": identity, "memory": memory}
+    kinds: dict[str, Callable[[], dict[str, float]]] = {
+        "windows": windows,
+        "tokenise": tokenise,
+        "identity": identity,
+        "memory": memory,
+    }
+        "windows": windows,
+        "tokenise": tokenise,
+        "identity": identity,
+        "memory": memory,
+    }
     parser.add_argument("kind", choices=kinds)
     for name, value in kinds[parser.parse_args().kind]().items():
         print(f"{name:>31}  {value:,.3f}")

@@ -78,7 +78,8 @@ def shown_power(n: int, repetitions: int) -> dict[str, float]:
     rates = []
     for size in (effect, effect / 2):
         samples = rng.normal(size, SPREAD, (repetitions, n))
-        rates.append(np.mean([evidence_of_mean(sample).p_value() < 0.05 for sample in samples]))
+        evidence = [evidence_of_mean(sample) for sample in samples]
+        rates.append(np.mean([e is not None and e.p_value() < 0.05 for e in evidence]))
     return {
         "effect": effect,
         "predicted": power(effect, error, n - 1),

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -42,17 +43,18 @@ def composed(overrides: list[str], steps: int) -> dict:
         choices = cfg.hydra.runtime.choices
         OmegaConf.set_struct(cfg, False)
         del cfg["hydra"]
+    plain: Any = OmegaConf.to_container(cfg, resolve=True)
     return {
-        **OmegaConf.to_container(cfg, resolve=True),
+        **plain,
         "choices": {k: v for k, v in choices.items() if "hydra" not in k},
-    }  # type: ignore[dict-item]
+    }
 
 
 def bare_steps(job: Job) -> list[float]:
     """Seconds of each step of a loop with nothing around it."""
     o = job.config["optim"]
     optimiser = build_optimiser(o, job.model)
-    batches = iter(job.data.train_dataloader())
+    batches: Any = iter(job.data.train_dataloader())
     times = []
     for _ in range(job.steps):
         began = time.perf_counter()

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
+from typing import Any
 
 import torch
 
@@ -86,7 +87,7 @@ def peers(quick: bool) -> list[dict]:
         spent = turns(made, 2 if quick else rounds, warmup=1)
         for model in made:
             base = OURS_GELU if model in LIKE_GELU else OURS
-            row = ratios({base: spent[base], model: spent[model]}, base)[model]
+            row: dict[str, Any] = ratios({base: spent[base], model: spent[model]}, base)[model]
             row |= {"ours": row["ratio"], "goal": 1.0 if model not in (OURS, OURS_GELU) else None}
             rows.append({"shape": name, "model": model, "parameters": sizes[model], **row})
     return rows

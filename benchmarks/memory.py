@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.blocks import build, training_step
 
 
-def _resident(name: str) -> float:
+def resident(name: str) -> float:
     """MB in memory now (VmRSS) or at most so far (VmHWM). The maximum of getrusage may be the parent process's."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines[name].split()[0]) / 1024
@@ -22,10 +22,10 @@ def peak_of_a_step(block: str, context: int, tokens: int) -> float:
     """MB that two training steps add at their peak to the memory of the idle model."""
     model = build(block, context)
     step = training_step(model.loss, model, tokens // context, context)
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     step()
     step()
-    return _resident("VmHWM") - before
+    return resident("VmHWM") - before
 
 
 def memory_against_context(blocks: tuple[str, ...], contexts: tuple[int, ...], tokens: int) -> list[dict]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -153,7 +154,8 @@ def candidates(context: int, batch: int, **shape: int) -> tuple[dict[str, Callab
     shape = SHAPE | shape
     vocabulary = shape.get("vocab_size", VOCABULARY)
     ours, gelu = build("standard", context, **shape), build("standard", context, **shape, ffn="gelu")
-    hidden = ours.blocks[0].feed_forward.down.in_features
+    first: Any = ours.blocks[0]
+    hidden = first.feed_forward.down.in_features
     bare, gpt2 = BareGPT(context, hidden, **shape), GPT2Like(context, **shape)
     turned = RotaryGPT2Like(context, **shape)
     made = {

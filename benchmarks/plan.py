@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import copy
 import os
-import resource
 import subprocess
 import sys
 
-from benchmarks.memory import _resident
+from benchmarks.memory import resident
 from benchmarks.timing import table
 
 ROWS = (
@@ -26,14 +25,16 @@ def planned_and_resident(block: str, context: int, windows: int) -> tuple[float,
     """MB that the plan expects for a step of model=small, and MB that the process has grown by at most."""
     import torch
 
-    from polarlm.attention import lean
+    from polarlm.attention import products, rows
     from polarlm.launch.overrides import config_loader, plan_jobs
     from polarlm.model import GPT
     from polarlm.model.build import build_model
     from polarlm.training.optimisers import build_optimiser
+    from polarlm.training.planning.devices import Shape, device_memory
     from polarlm.training.planning.memory import step_memory
 
-    lean.takes_rows = lambda x: False  # torch's own operators, which the plan counts and a GPU uses
+    for module in (products, rows):
+        vars(module)["takes_rows"] = lambda x: False  # torch's own operators, which the plan counts and a GPU uses
     settings = [f"block={block}", "model=small", f"model.context={context}", f"trainer.batch_tokens={context}"]
     config = plan_jobs(config_loader(), "train", settings, multirun=False).jobs[0].config
     assert config is not None
@@ -43,13 +44,13 @@ def planned_and_resident(block: str, context: int, windows: int) -> tuple[float,
         other["model"]["n_layer"] = layers
         return build_model(other, VOCABULARY)
 
-    planned = step_memory(
-        build, config["model"]["n_layer"], rows=windows, precision="32-true", optim=config["optim"], accumulate=1
-    ).peak
+    layers = config["model"]["n_layer"]
+    step = step_memory(build, layers, rows=windows, precision="32-true", optim=config["optim"], accumulate=1)
+    planned = device_memory(step, Shape(0, layers, step.weights), "ddp", 1).peak
     # A short step first: what libraries load at their first use is not the model's.
     for size, length in ((1, 8), (windows, context)):
-        before = _resident()
-        model = build(config["model"]["n_layer"])
+        before = resident("VmRSS")
+        model = build(layers)
         optimiser = build_optimiser(config["optim"], model)
         tokens = torch.randint(0, VOCABULARY, (size, length))
         for _ in range(2):
@@ -57,7 +58,7 @@ def planned_and_resident(block: str, context: int, windows: int) -> tuple[float,
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
         del model, optimiser
-    return planned / MB, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
+    return planned / MB, resident("VmHWM") - before
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -71,7 +72,8 @@ class Compiled:
     """A kernel that is compiled where it would be launched, if it is the one that is wanted."""
 
     def __init__(self, function, wanted: bool) -> None:
-        self.function, self.wanted, self.result = function, wanted, None
+        self.function, self.wanted = function, wanted
+        self.result: Any = None
 
     def __getitem__(self, grid: tuple):
         return lambda *given, **options: self._compile(*given, grid=grid, **options)
@@ -96,7 +98,7 @@ def compile_kernel(name: str, variant: str, head_dim: int, dtype: str, sm: int, 
     sizes = {key: override or shipped for key, shipped in LAUNCH[name].items()}
     module = triton_radial if name.startswith("radial") else triton_kernels
     names = [f"{x}_kernel" for x in LAUNCH if hasattr(module, f"{x}_kernel")]
-    kernels = {x: Compiled(getattr(module, x), x == f"{name}_kernel") for x in names}
+    kernels: dict[str, Any] = {x: Compiled(getattr(module, x), x == f"{name}_kernel") for x in names}
     with (
         patch.dict(LAUNCH, {name: sizes}),
         patch.object(driver, "_active", ClaimedGPU(sm)),
@@ -113,8 +115,11 @@ def compile_kernel(name: str, variant: str, head_dim: int, dtype: str, sm: int, 
             triton_backend.triton_backward.bare(d_out, evidence, d_out, evidence, *inputs, True)
     compiled = kernels[f"{name}_kernel"].result
     registers, spills = _resources(compiled.asm["cubin"])
-    shape = sizes[64 if head_dim <= 64 or name.startswith("radial") else 128, q.element_size()]
-    return Usage(name, variant, head_dim, dtype, sm, *shape, registers, compiled.metadata.shared, spills)
+    block_q, block_k, warps, stages = sizes[
+        64 if head_dim <= 64 or name.startswith("radial") else 128, q.element_size()
+    ]
+    launch = block_q, block_k, warps, stages
+    return Usage(name, variant, head_dim, dtype, sm, *launch, registers, compiled.metadata.shared, spills)
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -125,8 +130,9 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile() as file:
         Path(file.name).write_bytes(cubin)
         done = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout).groups()
-    return int(registers), int(stack)
+    used = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout)
+    assert used is not None, done.stdout
+    return int(used[1]), int(used[2])
 
 
 HEAD = "| kernel | variant | head | dtype | sm | queries × keys | warps | stages | registers | shared | spills |"
