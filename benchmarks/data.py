@@ -184,11 +184,6 @@ def main() -> None:
         "identity": identity,
         "memory": memory,
     }
-        "windows": windows,
-        "tokenise": tokenise,
-        "identity": identity,
-        "memory": memory,
-    }
     parser.add_argument("kind", choices=kinds)
     for name, value in kinds[parser.parse_args().kind]().items():
         print(f"{name:>31}  {value:,.3f}")
