@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from polarlm.report.records import RecordCurve, curves_of
+from polarlm.report.records import RecordCurve, curves_of, said
 from polarlm.study.judge import JudgedPart, Line
 from polarlm.verdict.estimates import estimate_mean
 
 
 def curve_tables(judged: JudgedPart) -> Iterator[str]:
-    """One table per curve: variants down, places across."""
-    by_name: dict[str, dict[str, list[RecordCurve]]] = {}
+    """One table per curve and protocol (more text is another protocol): variants down, places across."""
+    by_name: dict[tuple[str, str], dict[str, list[RecordCurve]]] = {}
     for line in judged.lines:
         for row in line.rows:
             for record in row.get("evaluations") or []:
                 for curve in curves_of(record):
-                    by_name.setdefault(curve.name, {}).setdefault(line.variant, []).append(curve)
-    for name in sorted(by_name):
-        variants = by_name[name]
+                    by_name.setdefault((curve.name, said(record)), {}).setdefault(line.variant, []).append(curve)
+    for key in sorted(by_name):
+        variants = by_name[key]
         first = next(iter(variants.values()))[0]
         if first.diagonal:  # calibration: its places differ from run to run
             continue
-        head = [f"{first.y_label} by {first.x_label}", *(f"{x:g}" for x in first.x)]
+        head = [f"{first.y_label} by {first.x_label} ({key[1]})", *(f"{x:g}" for x in first.x)]
         rows = [head, ["---"] * len(head)]
         for variant, curves in variants.items():
             cells = [_cell([_at(curve, x) for curve in curves]) for x in first.x]

@@ -86,7 +86,11 @@ class Study:
         if ("eval:" + job.identity) in self.failed:
             return ()
         wanted = {name for text in settings if text.startswith("protocol=") for name in text[9:].split(",")}
-        return () if wanted <= {record["protocol"]["name"] for record in read_evaluations(folder)} else settings
+        # A number of tokens that was asked for has one target less; other amounts of text were somebody else's wish.
+        tokens = {int(text[7:]) - 1 for text in settings if text.startswith("tokens=")}
+        protocols = [record["protocol"] for record in read_evaluations(folder)]
+        known = {p["name"] for p in protocols if not tokens or p.get("tokens") in tokens}
+        return () if wanted <= known else settings
 
     def _number(self, key: tuple[str, str]) -> int:
         return self._numbers.setdefault(key, len(self._numbers))

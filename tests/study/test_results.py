@@ -7,6 +7,7 @@ import pytest
 
 from polarlm.errors import UserError
 from polarlm.study import results
+from polarlm.study.curves import curve_tables
 from polarlm.study.judge import check_known, judge_part
 from polarlm.study.pictures import forest
 from polarlm.study.summaries import Summary, as_run, read_summary, unflatten, write_summary
@@ -40,6 +41,16 @@ def test_the_overview_has_every_finding_below_its_question_and_says_what_was_not
     assert f"- **[{title}](#{results.anchor(title)})**\n  - {part}: {judged.finding}.\n" in text
     assert text.endswith(f"  - Not run yet: {part}.\n")
     assert results.anchor("9. Which `polar`, then?") == "9-which-polar-then"
+
+
+def test_curves_of_different_protocols_do_not_share_a_table():
+    made = summary()
+    for tokens, entry in zip((511, 511, 255), made.rows, strict=False):
+        curve = {"rate": [0, 0.1], "random": {"loss": [tokens / 1000, 2.0]}}
+        entry["evaluations"] = [{"protocol": {"name": "corruption", "tokens": tokens}, "by_corruption": curve}]
+    tables = list(curve_tables(judge_part(question(), "letters", made)))
+    shown = [("tokens 511" in table, "0.511" in table, "0.255" in table) for table in tables]
+    assert shown == [(False, False, True), (True, True, False)]
 
 
 def test_rows_come_back_from_their_file_and_the_file_is_stable(tmp_path):
