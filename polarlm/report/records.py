@@ -134,7 +134,9 @@ def _newest(
 def curve_panels(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """One panel per curve and protocol: the mean over the seeds of each group, at the points that all of them have."""
     panels: dict[tuple[str, str], dict[str, Any]] = {}
-    lines = _newest(groups, lambda record: (((curve.name, said(record)), curve) for curve in curves_of(record)))
+    lines = _newest(
+        groups, lambda record: (((curve.name, protocol_words(record)), curve) for curve in curves_of(record))
+    )
     for (key, index), curves in lines.items():
         panel = panels.setdefault(key, _panel(curves[0], key[1]))
         panel["lines"].append({"group": index, **_mean(curves)})
@@ -147,7 +149,7 @@ def numbers_table(groups: Sequence[Group]) -> Table | None:
 
     def metrics_of(record: dict[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:
         if isinstance(record.get("metrics"), dict):
-            yield f"{record['protocol'].get('name')}: {said(record)}", record["metrics"]
+            yield f"{record['protocol'].get('name')}: {protocol_words(record)}", record["metrics"]
 
     by_group = _newest(groups, metrics_of)
     if not by_group:
@@ -165,7 +167,7 @@ def answers_table(groups: Sequence[Group]) -> Table | None:
 
     def answers_of(record: dict[str, Any]) -> Iterator[tuple[tuple[str, str], float | None]]:
         for place, title in NUMBERS.get(str(record["protocol"].get("name")), ()):
-            yield (title, said(record)), _number_at(record, place)
+            yield (title, protocol_words(record)), _number_at(record, place)
 
     by_group = _newest(groups, answers_of)
     known = {key: values for key, values in by_group.items() if any(value is not None for value in values)}
@@ -200,7 +202,7 @@ def curves_of(record: dict[str, Any]) -> list[RecordCurve]:
         return []  # a record of another version
 
 
-def said(record: dict[str, Any]) -> str:
+def protocol_words(record: dict[str, Any]) -> str:
     """The settings that tell one protocol from another, in words; numbers of different ones are not averaged."""
     protocol = record["protocol"]
     return ", ".join(f"{k} {protocol[k]}" for k in SAID if isinstance(protocol.get(k), (str, int, float)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from polarlm.report.records import RecordCurve, curves_of, said
+from polarlm.report.records import RecordCurve, curves_of, protocol_words
 from polarlm.study.judge import JudgedPart, Line
 from polarlm.verdict.estimates import estimate_mean
 
@@ -17,7 +17,9 @@ def curve_tables(judged: JudgedPart) -> Iterator[str]:
         for row in line.rows:
             for record in row.get("evaluations") or []:
                 for curve in curves_of(record):
-                    by_name.setdefault((curve.name, said(record)), {}).setdefault(line.variant, []).append(curve)
+                    by_name.setdefault((curve.name, protocol_words(record)), {}).setdefault(line.variant, []).append(
+                        curve
+                    )
     for key in sorted(by_name):
         variants = by_name[key]
         first = next(iter(variants.values()))[0]
