@@ -221,6 +221,16 @@ def newest_usable(
     return None
 
 
+def call_last(path: Path) -> None:
+    """Let the checkpoint that a run goes on from be its last: one that was passed over as damaged must not stay that.
+
+    Otherwise a kill after the next checkpoint is written, and before that is called the last, would leave it so.
+    """
+    last = path.with_name(LAST)
+    if not (last.exists() and last.samefile(path)):
+        give_name(path, last)
+
+
 def remove_unused_shards(folder: Path) -> None:
     """Delete the shards that no checkpoint names: what is left of one that was killed or let go."""
     if not (folder / shards.FOLDER).exists():

@@ -23,7 +23,7 @@ def fit_once(job: Job, folder: Path, loggers: Sequence[Any], extra: Sequence[Any
     """Lightning's loop with our callbacks, from the newest checkpoint on; True when it must go on from there again."""
     import lightning.pytorch as pl
 
-    from polarlm.runs.checkpoints import SafeCheckpointIO, candidates, newest_usable
+    from polarlm.runs.checkpoints import SafeCheckpointIO, call_last, candidates, newest_usable
     from polarlm.runs.incidents import detours
     from polarlm.training.callbacks import Recorder, StepSeed, Validation
     from polarlm.training.checkpointing import Checkpointing
@@ -33,7 +33,7 @@ def fit_once(job: Job, folder: Path, loggers: Sequence[Any], extra: Sequence[Any
     from polarlm.training.loggers.throughput import HardwarePeak, StepTimes
     from polarlm.training.module import LanguageModel
     from polarlm.training.probing import Probing
-    from polarlm.training.ranks import cluster_plugins
+    from polarlm.training.ranks import cluster_plugins, is_first
     from polarlm.training.signals import GracefulStop
     from polarlm.training.steps import Steps
 
@@ -104,7 +104,10 @@ def fit_once(job: Job, folder: Path, loggers: Sequence[Any], extra: Sequence[Any
         )
         # FSDP's processes verify the shards together, once they can talk: training/sharding.py.
         checkpoints = folder / "checkpoints"
-        newest = next(iter(candidates(checkpoints)), None) if t["strategy"] == "fsdp" else newest_usable(checkpoints)
+        together = t["strategy"] == "fsdp"
+        newest = next(iter(candidates(checkpoints)), None) if together else newest_usable(checkpoints)
+        if newest and not together and is_first():
+            call_last(newest)
         trainer.fit(module, datamodule=job.data, ckpt_path=str(newest) if newest else None)
         if incidents.rewound:
             return True

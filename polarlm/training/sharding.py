@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from polarlm.data.atomic import flush_folder
 from polarlm.errors import UserError
-from polarlm.runs.checkpoints import load_head, newest_usable, remove_unused_shards
+from polarlm.runs.checkpoints import call_last, load_head, newest_usable, remove_unused_shards
 from polarlm.runs.shards import MARK, PARTS, Shards, new_folder, remove_folder, take_apart, write_rows
 from polarlm.runs.tensor_files import DamagedCheckpoint
 
@@ -69,6 +69,8 @@ class ShardedStrategy(ModelParallelStrategy):
         """
         path = newest_usable(Path(checkpoint_path).parent, self._verify_together, warn=self.is_global_zero)
         assert path is not None and self.model is not None
+        if self.is_global_zero:
+            call_last(path)
         head = load_head(path, mmap=True)
         source = CheckpointRows(path, head)
         source.load_weights(self.model, head.pop("state_dict"))

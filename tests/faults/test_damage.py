@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from polarlm.errors import UserError
-from polarlm.runs.checkpoints import step_files
+from polarlm.runs.checkpoints import give_name, load_verified, step_files
 from polarlm.runs.restore import restore_run
 from polarlm.training.loop import train_run
 from tests.training.tiny_jobs import composed
@@ -74,6 +74,49 @@ def test_a_damaged_newest_checkpoint_costs_its_steps_and_nothing_else(tmp_path, 
     assert (done.folder / "checkpoints" / "model.safetensors").read_bytes() == expected
 
 
+@pytest.fixture
+def one_process_group():
+    """FSDP in this process: neither its group nor what Lightning writes into the environment stays."""
+    import torch.distributed as dist
+
+    with mock.patch.dict(os.environ):
+        yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+SHARDED = ("trainer=fsdp", "trainer.devices=1", "trainer.accelerator=cpu")
+
+
+@pytest.mark.parametrize("options", [(), SHARDED], ids=["whole", "sharded"])
+@pytest.mark.usefixtures("one_process_group")
+def test_killed_on_the_way_back_from_a_damaged_last_checkpoint(tmp_path, monkeypatch, options):
+    """Trained again and saved, but killed before that was called the last: the last one is not the damaged one."""
+    done = train_run(config(tmp_path, *options)).folder / "checkpoints"
+    expected = (done / "model.safetensors").read_bytes()
+    newest = step_files(done)[0]
+    damaged = next((done / "shards" / newest.stem).glob("optimiser_*")) if options else newest
+    flip(damaged, damaged.stat().st_size * 3 // 4)
+    (done.parent / "summary.json").write_text('{"status": "failed"}')
+
+    class Killed(Exception):
+        pass
+
+    def die(source, name):
+        if source.name == newest.name and name.name == "last.ckpt":
+            raise Killed
+        give_name(source, name)
+
+    monkeypatch.setattr("polarlm.training.checkpointing.give_name", die)
+    with pytest.raises(Killed):
+        train_run(config(tmp_path, *options))
+    monkeypatch.undo()
+    train_run(config(tmp_path, *options))
+    for name in ("last.ckpt", "best.ckpt", newest.name):
+        assert load_verified(done / name)["global_step"] == 6
+    assert (done / "model.safetensors").read_bytes() == expected
+
+
 def test_a_full_disk_names_the_file_leaves_no_temporary_one_and_the_run_goes_on(tmp_path, monkeypatch):
     fill_disk(monkeypatch, ".step_00000004.ckpt")
     with pytest.raises(UserError, match=r"disk is full.*step_00000004\.ckpt"):
@@ -86,20 +129,9 @@ def test_a_full_disk_names_the_file_leaves_no_temporary_one_and_the_run_goes_on(
     assert train_run(config(tmp_path)).summary["status"] == "finished"
 
 
-@pytest.fixture
-def one_process_group():
-    """FSDP in this process: neither its group nor what Lightning writes into the environment stays."""
-    import torch.distributed as dist
-
-    with mock.patch.dict(os.environ):
-        yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 @pytest.mark.usefixtures("one_process_group")
 def test_shards_that_do_not_fit_on_the_disk_leave_the_checkpoint_before_them(tmp_path, monkeypatch):
-    sharded = config(tmp_path, "trainer=fsdp", "trainer.devices=1", "trainer.accelerator=cpu")
+    sharded = config(tmp_path, *SHARDED)
     folder = tmp_path / "runs" / "run"
     fill_disk(monkeypatch, "step_00000004/.optimiser_00000")
     with pytest.raises(UserError, match=r"disk is full.*step_00000004/optimiser_00000\.safetensors"):
