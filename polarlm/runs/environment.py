@@ -22,22 +22,14 @@ def environment() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             return None
 
-    def git(*arguments: str) -> str | None:
-        here = Path(__file__).resolve().parent
-        try:
-            done = subprocess.run(["git", "-C", str(here), *arguments], capture_output=True, text=True, timeout=10)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    status = git("status", "--porcelain")
+    commit, dirty = code_version(Path(__file__).resolve().parents[1])
     packages = ("polarlm", "torch", "lightning", "hydra-core", "datasets", "tokenizers", "tiktoken", "numpy", "wandb")
     return {
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "python": platform.python_version(),
         "versions": {package: version(package) for package in packages},
-        "git_commit": git("rev-parse", "HEAD"),
-        "git_dirty": bool(status) if status is not None else None,
+        "git_commit": commit,
+        "git_dirty": dirty,
         "platform": platform.platform(),
         "cpu": {
             "cores": os.cpu_count(),
@@ -46,3 +38,23 @@ def environment() -> dict[str, Any]:
         },
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
+
+
+def code_version(package: Path) -> tuple[str | None, bool | None]:
+    """(commit, whether files of the package differ from it); None where no repository holds this package.
+
+    Only the package counts: settings stand in the run's config.yaml, and a study writes its rows beside the code. An
+    installed package may lie inside somebody's repository, whose commit says nothing about it.
+    """
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(package), *arguments], capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    if git("ls-files", "--error-unmatch", "__init__.py") is None:
+        return None, None
+    status = git("status", "--porcelain", "--", ".")
+    return git("rev-parse", "HEAD"), bool(status) if status is not None else None
