@@ -20,7 +20,7 @@ from polarlm.report.tables import Table, difference_table, results_table, show_c
 from polarlm.runs.files import write_text
 from polarlm.verdict.groups import ABSENT, Group
 from polarlm.verdict.headline import headline
-from polarlm.verdict.judgement import UNEQUAL, Judged, Judgement
+from polarlm.verdict.judgement import CLOCKS, UNEQUAL, Judged, Judgement
 from polarlm.verdict.notes import reference_losses
 
 LONG, FEW = 15, 3  # rows
@@ -103,6 +103,7 @@ def _verdict(row: Judged) -> str:
 def _final_caption(groups: Sequence[Group], judgement: Judgement) -> str:
     words = f"Final numbers on the {judgement.measure.split} split, mean over seeds ± half of the 95 % interval. "
     words += "Δ is the mean difference on paired seeds; p is corrected for the number of comparisons (Holm)."
+    words += f" Seconds: {CLOCKS[judgement.clock]}."
     if any(row.role == UNEQUAL for row in judgement.rows):
         words += " Grey: unequal budgets, not judged."
     return words + _for_scale(groups, judgement)

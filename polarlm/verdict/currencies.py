@@ -60,7 +60,7 @@ def cost_at(curve: LossCurve, currency: str, loss: float) -> float | None:
         return None
     known = np.isfinite(cost) & np.isfinite(curve.losses) & (cost > 0)
     cost, losses = cost[known], curve.losses[known]
-    if len(cost) < 3 or not math.isfinite(loss):
+    if len(cost) < 2 or not math.isfinite(loss):
         return None
     best = np.minimum.accumulate(losses)  # a curve that rose again has nevertheless been there
     if loss > best[0]:
@@ -73,7 +73,7 @@ def cost_at(curve: LossCurve, currency: str, loss: float) -> float | None:
         return float(math.exp((1 - share) * math.log(cost[after - 1]) + share * math.log(cost[after])))
     tail = cost >= cost[-1] / 2
     if tail.sum() < 3:
-        tail = np.arange(len(cost)) >= len(cost) - 3
+        tail = np.arange(len(cost)) >= len(cost) - 3  # of two validations both
     slope = np.polyfit(np.log(cost[tail]), losses[tail], 1)[0]
     if slope >= 0:
         return None

@@ -64,7 +64,8 @@ def _weakest(rows: Sequence[Judged]) -> str:
     if outcome == WORSE:
         factor = max(row.gains[0].factor.mean for row in rows)
         return f" at equal tokens, but not at equal {currency} ({factor:.2f}×)"
-    return f" at equal tokens, not shown at equal {currency}"
+    # Of equal tokens the losses themselves speak; what their curves add must not contradict it.
+    return " at equal tokens" + (f", not shown at equal {currency}" if currency != "tokens" else "")
 
 
 def _labels(rows: Sequence[Judged]) -> str:

@@ -23,6 +23,13 @@ from polarlm.verdict.sentences import verdict_parts
 
 BASELINE, COMPARED, UNEQUAL, NOT_COMPARED = "baseline", "compared", "unequal budgets", "not compared"
 
+# What the seconds of a budget may be, best first: recorded name → what it is.
+CLOCKS = {
+    "processor_seconds": "of the processor, without validation",
+    "training_seconds": "of training, without validation",
+    "seconds": "of the whole run, with validation",
+}
+
 
 @dataclass(frozen=True)
 class Judged:
@@ -69,6 +76,7 @@ class Judgement:
     one_tokenizer: bool
     margin: float | None
     looked: dict[str, int]  # comparisons that a reader of this judgement has seen, with their numbers of seeds
+    clock: str  # of CLOCKS: which seconds the budgets count
 
 
 def judge_groups(
@@ -106,7 +114,8 @@ def judge_groups(
         return result
 
     baselines = choose_baselines(groups, baseline)
-    budgets = [_budget(group) for group in groups]
+    clock = _clock(groups)
+    budgets = [_budget(group, clock) for group in groups]
     refused, unequal, compared = _sort_out(groups, baselines, budgets, measure)
     greyed = {i: compare(groups[i], against) for i, against in unequal.items()}
     fair = {i: compare(groups[i], against) for i, against in compared.items()}
@@ -161,6 +170,7 @@ def judge_groups(
         one_tokenizer,
         margin,
         looked,
+        clock,
     )
 
 
@@ -232,13 +242,23 @@ def _mean(runs: Sequence[Run], read: Callable[[Run], float | None]) -> float | N
     return sum(known) / len(known) if known else None
 
 
-def _budget(group: Group) -> Budget:
-    runs = [run for run in group.runs if run.status == "finished"] or list(group.runs)
+def _counted(group: Group) -> list[Run]:
+    return [run for run in group.runs if run.status == "finished"] or list(group.runs)
+
+
+def _clock(groups: Sequence[Group]) -> str:
+    """The first of CLOCKS that all runs know."""
+    runs = [run for group in groups for run in _counted(group)]
+    return next((name for name in CLOCKS if all(run.number(name) for run in runs)), "seconds")
+
+
+def _budget(group: Group, clock: str) -> Budget:
+    runs = _counted(group)
     return Budget(
         parameters=_mean(runs, lambda run: run.number("parameters")),
         tokens=_mean(runs, lambda run: run.number("tokens")),
         flops=_mean(runs, lambda run: run.flops),
-        seconds=_mean(runs, lambda run: run.number("seconds")),
+        seconds=_mean(runs, lambda run: run.number(clock)),
     )
 
 

@@ -26,6 +26,13 @@ def test_a_loss_inside_the_curve_is_interpolated_and_one_below_it_extrapolated_u
     assert cost_at(reference, "metres", at_half) is None
 
 
+def test_two_validations_are_a_curve_and_one_is_none():
+    halves = LossCurve({"tokens": np.array([250.0, 500.0])}, np.array([3.0, 2.8]))
+    assert cost_at(halves, "tokens", 2.9) == pytest.approx(math.sqrt(250 * 500))
+    assert cost_at(halves, "tokens", 2.7) == pytest.approx(500 * math.sqrt(2))
+    assert cost_at(LossCurve({"tokens": np.array([500.0])}, np.array([2.8])), "tokens", 2.7) is None
+
+
 def test_a_curve_that_rose_again_has_nevertheless_been_there():
     steps = np.arange(1.0, 9.0)
     rose = LossCurve({"tokens": steps}, np.array([3.0, 2.5, 2.0, 1.5, 1.6, 1.7, 1.8, 1.9]))

@@ -246,6 +246,36 @@ def test_unequal_budgets_are_not_judged_and_say_why(tmp_path):
     assert headline(judgement) == "Unequal budgets: nothing here can be judged"
 
 
+def test_equal_seconds_are_the_processors_or_those_of_training_before_those_that_passed(tmp_path):
+    folders = write_sweep(tmp_path, blocks=("standard", "polar"), diagnostics=False)
+    # A machine that was put to sleep during the baseline's runs; polar validates more often.
+    passed, training, processor = (5000, 100), (40, 44), (30, 36)
+    said = {}
+    for known in ((), ("training_seconds",), ("training_seconds", "processor_seconds")):
+        for number, folder in enumerate(folders):
+            ours = number // 3
+            every = {"seconds": passed[ours], "training_seconds": training[ours], "processor_seconds": processor[ours]}
+            summary = json.loads((folder / "summary.json").read_text())
+            record(folder, "summary.json", summary | {k: v for k, v in every.items() if k == "seconds" or k in known})
+        row = judge_groups(groups_of(folders)).rows[1]
+        said[len(known)] = row.sentence
+    assert ["seconds −98.0 %" in said[0], "seconds +10.0 %" in said[1], "seconds +20.0 %" in said[2]] == [True] * 3
+    summary = json.loads((folders[0] / "summary.json").read_text())
+    record(folders[0], "summary.json", summary | {"processor_seconds": None})  # one run had several threads
+    assert "seconds +10.0 %" in judge_groups(groups_of(folders)).rows[1].sentence
+
+
+def test_the_headline_does_not_deny_at_equal_tokens_what_it_says_of_equal_tokens(tmp_path):
+    judgement = judge_groups(groups_of(write_sweep(tmp_path, blocks=("standard", "polar"), diagnostics=False)))
+    polar = judgement.rows[1]
+    weak = tuple(
+        replace(gain, factor=replace(gain.factor, low=0.9)) for gain in polar.gains if gain.currency == "tokens"
+    )
+    assert weak and weak[0].outcome == "no difference shown"
+    judgement.rows[1] = replace(polar, gains=weak)
+    assert headline(judgement) == "polar: lower bits per byte than standard at equal tokens"
+
+
 def test_head_sizes_stand_beside_every_verdict(tmp_path):
     folders = write_sweep(tmp_path / "a", blocks=("standard",), diagnostics=False)
     folders += write_sweep(tmp_path / "b", blocks=("polar",), diagnostics=False, heads=8)

@@ -142,7 +142,7 @@ function references(known, range) {
     shapes.push({ type: "line", xref: "paper", yref: "y", x0: 0, x1: 1, y0: value, y1: value, line: { color: ink.soft, width: 1, dash: "dot" }, layer: "below" });
     annotations.push({ xref: "paper", yref: "y", x: 1, y: at, xanchor: "right", yanchor: "bottom", showarrow: false, text: plain(`${name} ${digits(value)}`), font: { size: 11, color: ink.soft } });
   }
-  if (above.length) annotations.push({ xref: "paper", yref: "paper", x: 1, y: 1, xanchor: "right", yanchor: "top", showarrow: false, text: plain("above: " + above.join(", ")), font: { size: 11, color: ink.soft } });
+  if (above.length) annotations.push({ xref: "paper", yref: "paper", x: 0, y: 1, xanchor: "left", yanchor: "bottom", showarrow: false, text: plain("above: " + above.join(", ")), font: { size: 11, color: ink.soft } });
   if (below.length) annotations.push({ xref: "paper", yref: "paper", x: 0.02, y: 0, xanchor: "left", yanchor: "bottom", showarrow: false, text: plain("below: " + below.join(", ")), font: { size: 11, color: ink.soft } });
   return { shapes, annotations, range: [bottom, top] };
 }
