@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,9 @@ def page(summaries: Path, draw: Callable[[str, JudgedPart], str | None]) -> str:
             continue
         check_known(question, summary)
         answers.append((question, {name: judge_part(question, name, summary) for name in question.parts}))
-    sections = [section(question, parts, commentary(summaries, question.name), draw) for question, parts in answers]
-    text = "\n".join([INTRODUCTION, overview(answers), *sections])
+    words = {question.name: commentary(summaries, question.name) for question, _ in answers}
+    sections = [section(question, parts, words[question.name], draw) for question, parts in answers]
+    text = "\n".join([INTRODUCTION, overview(answers, words), *sections])
     others = commentary(summaries, "others").get("")
     return text + (f"\n{others}\n" if others else "")
 
@@ -80,15 +82,21 @@ def commentary(summaries: Path, name: str) -> dict[str, str]:
     return {part: "\n".join(lines).strip() for part, lines in parts.items() if "".join(lines).strip()}
 
 
-def overview(answers: Sequence[tuple[Question, Mapping[str, JudgedPart | None]]]) -> str:
-    """Every finding in one line, below its question."""
+def overview(
+    answers: Sequence[tuple[Question, Mapping[str, JudgedPart | None]]], words: Mapping[str, Mapping[str, str]]
+) -> str:
+    """Every finding in one line, below its question; of a part that asks for more than losses what stands in bold."""
     lines = ["## In short", ""]
     for question, parts in answers:
         title = f"{question.number}. {question.title}"
         lines.append(f"- **[{title}](#{anchor(title)})**")
         for name, judged in parts.items():
             if judged is not None:
-                lines.append(f"  - {question.parts[name].title}: {judged.finding}.")
+                part = question.parts[name]
+                more = part.evaluate or part.probes
+                bold = re.findall(r"\*\*(.+?)\*\*", words[question.name].get(name, ""), re.DOTALL) if more else []
+                finding = "; ".join(" ".join(text.split()).rstrip(".") for text in bold) or judged.finding
+                lines.append(f"  - {part.title}: {finding}.")
         missing = [question.parts[name].title for name, judged in parts.items() if judged is None]
         if missing:
             lines.append(f"  - Not run yet: {'; '.join(missing)}.")
@@ -130,6 +138,11 @@ def section(
         if name in words:
             lines += [words[name], ""]
         lines += [variants_table(question, name, judged), ""]
+        if at_the_end := [f"`{line.variant}` ({line.value:g})" for line in judged.lines if is_at_an_end(line)]:
+            lines += [
+                f"Best at an end of the values that were tried, so perhaps not the best: {', '.join(at_the_end)}.",
+                "",
+            ]
         picture = draw(f"{question.name}-{name}", judged)
         if picture:
             lines += [f"![{part.title}: differences with intervals]({picture})", ""]
@@ -180,6 +193,11 @@ def variants_table(question: Question, name: str, judged: JudgedPart) -> str:
         cells += [str(sum(row["incidents"] for row in line.rows))] if counted else []
         rows.append(cells)
     return markdown_table(rows)
+
+
+def is_at_an_end(line: Line) -> bool:
+    """Whether the search chose the smallest or the largest of several values."""
+    return len(line.tried) > 1 and line.value in (min(line.tried), max(line.tried))
 
 
 def details(judged: JudgedPart) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def row_of(folder: Path, job: PlannedRun, question: Question) -> dict[str, Any]:
         if part.probes:
             row["probes"] = probes_of(run, part.probes)
         if part.evaluate:
-            row["evaluations"] = evaluations_of(folder)
+            row["evaluations"] = evaluations_of(folder, part.evaluate)
     return row
 
 
@@ -102,10 +103,27 @@ def probes_of(run: Run, names: tuple[str, ...]) -> dict[str, Any]:
     return quantities
 
 
-def evaluations_of(folder: Path) -> list[dict[str, Any]]:
-    """What eval.py found, without arrays and fingerprints."""
+def asked_protocols(settings: Sequence[str]) -> set[str]:
+    """The protocols that these settings of eval.py name."""
+    return {name for text in settings if text.startswith("protocol=") for name in text[9:].split(",")}
+
+
+def wanted_evaluations(folder: Path, settings: Sequence[str]) -> list[dict[str, Any]]:
+    """What eval.py found with these settings: of the protocols they name, on as many tokens as they name."""
+    names = asked_protocols(settings)
+    # A number of tokens that was asked for has one target less; other amounts of text were somebody else's wish.
+    tokens = {int(text[7:]) - 1 for text in settings if text.startswith("tokens=")}
+    return [
+        record
+        for record in read_evaluations(folder)
+        if record["protocol"]["name"] in names and (not tokens or record["protocol"].get("tokens") in tokens)
+    ]
+
+
+def evaluations_of(folder: Path, settings: Sequence[str]) -> list[dict[str, Any]]:
+    """The same without arrays and fingerprints."""
     rows = []
-    for record in read_evaluations(folder):
+    for record in wanted_evaluations(folder, settings):
         protocol = {k: v for k, v in record["protocol"].items() if k not in ("corpus", "weights", "tokenizer")}
         numbers = {k: rounded_record(v) for k, v in record.items() if k not in LEFT_OUT_OF_RECORDS}
         rows.append({"protocol": protocol, **numbers})

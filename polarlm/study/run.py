@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.errors import UserError
-from polarlm.runs.evaluations import read_evaluations
 from polarlm.runs.sweeps import known_runs
 from polarlm.study.jobs import Planner
 from polarlm.study.plan import PlannedRun, Question
-from polarlm.study.rows import IDENTITY_DIGITS, row_of, settings_of_run
+from polarlm.study.rows import IDENTITY_DIGITS, asked_protocols, row_of, settings_of_run, wanted_evaluations
 from polarlm.study.summaries import read_summary, write_summary
 
 
@@ -85,12 +84,8 @@ class Study:
             return ()
         if ("eval:" + job.identity) in self.failed:
             return ()
-        wanted = {name for text in settings if text.startswith("protocol=") for name in text[9:].split(",")}
-        # A number of tokens that was asked for has one target less; other amounts of text were somebody else's wish.
-        tokens = {int(text[7:]) - 1 for text in settings if text.startswith("tokens=")}
-        protocols = [record["protocol"] for record in read_evaluations(folder)]
-        known = {p["name"] for p in protocols if not tokens or p.get("tokens") in tokens}
-        return () if wanted <= known else settings
+        made = {record["protocol"]["name"] for record in wanted_evaluations(folder, settings)}
+        return () if asked_protocols(settings) <= made else settings
 
     def _number(self, key: tuple[str, str]) -> int:
         return self._numbers.setdefault(key, len(self._numbers))

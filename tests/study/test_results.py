@@ -36,7 +36,7 @@ def test_the_committed_page_is_what_the_committed_rows_give():
 def test_the_overview_has_every_finding_below_its_question_and_says_what_was_not_run():
     asked = question()
     judged = judge_part(asked, "letters", summary(-0.02))
-    text = results.overview([(asked, {"letters": judged}), (asked, {"letters": None})])
+    text = results.overview([(asked, {"letters": judged}), (asked, {"letters": None})], {"blocks": {}})
     title, part = f"{asked.number}. {asked.title}", asked.parts["letters"].title
     assert f"- **[{title}](#{results.anchor(title)})**\n  - {part}: {judged.finding}.\n" in text
     assert text.endswith(f"  - Not run yet: {part}.\n")
@@ -100,6 +100,20 @@ def test_the_search_decides_which_seeds_count():
     judged = judge_part(question(tune={"values": [1e-3, 2e-3]}), "letters", made)
     (line,) = judged.lines
     assert line.value == 2e-3 and line.losses == {1: 1.0} and judged.finding == "standard: 1 bits per byte"
+
+
+def test_a_best_value_at_the_end_of_the_search_is_said():
+    made, asked = Summary("blocks"), question(tune={"values": [1e-3, 2e-3]})
+    for value, loss in ((1e-3, 2.0), (2e-3, 1.0)):
+        made.add(row("standard", 1000, loss, stage="tune", value=value))
+        made.add(row("standard", 1, loss, value=value), {"block._target_": "s"})
+
+    def said():
+        return results.section(asked, {"letters": judge_part(asked, "letters", made)}, {}, lambda *_: None)
+
+    assert "Best at an end of the values that were tried, so perhaps not the best: `standard` (0.002).\n" in said()
+    made.add(row("standard", 1000, 3.0, stage="tune", value=4e-3))
+    assert "at an end" not in said()
 
 
 def test_rows_that_the_plan_does_not_know_are_refused():

@@ -5,6 +5,7 @@ import json
 import pytest
 import yaml
 
+from polarlm.runs.evaluations import write_evaluation
 from polarlm.runs.identity import identity_of
 from polarlm.study.collect import collect
 from polarlm.study.jobs import Planner
@@ -45,6 +46,34 @@ def test_finished_runs_are_counted_and_become_rows(tmp_path, planner):
     elsewhere = Study([asked], tmp_path / "none", tmp_path / "rows", reuse=True)
     assert len(elsewhere.waiting()) == 5
     assert len(Study([asked], tmp_path / "none", tmp_path / "rows").waiting()) == 6
+
+
+def test_only_the_evaluations_that_were_asked_for_count_and_are_kept(tmp_path, planner):
+    asked = question(evaluate=["protocol=length,corruption", "tokens=1000"])
+    jobs = planner.ready(asked, lambda identity: None)
+    folders = [write_run(tmp_path / "runs" / str(n), job.config) for n, job in enumerate(jobs)]
+
+    def evaluate(folder, name, tokens):
+        protocol = {"name": name, "data": "shakespeare", "split": "val", "tokens": tokens}
+        write_evaluation(folder, {"protocol": protocol, "by_corruption": []})
+
+    for name in ("length", "corruption"):
+        evaluate(folders[0], name, 999)  # 1,000 tokens have 999 targets
+        evaluate(folders[1], name, 499)  # on other text
+    evaluate(folders[0], "length", 499)
+    evaluate(folders[0], "calibration", 999)
+    evaluate(folders[2], "length", 999)
+    study = Study([asked], tmp_path / "runs", tmp_path / "rows")
+    waiting = study.waiting()
+    assert {job.verb for job in waiting} == {"eval"} and len(waiting) == len(jobs) - 1
+    assert all(job.overrides[1:] == ["protocol=length,corruption", "tokens=1000"] for job in waiting)
+    study.note_all()
+    kept = {
+        (row["variant"], row["seed"]): [(e["protocol"]["name"], e["protocol"]["tokens"]) for e in row["evaluations"]]
+        for row in read_summary(tmp_path / "rows", "blocks").rows
+    }
+    assert kept[jobs[0].variant, jobs[0].seed] == [("corruption", 999), ("length", 999)]
+    assert kept[jobs[1].variant, jobs[1].seed] == [] and kept[jobs[2].variant, jobs[2].seed] == [("length", 999)]
 
 
 def test_runs_made_by_hand_are_collected_by_their_settings(tmp_path, planner):
