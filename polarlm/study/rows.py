@@ -30,6 +30,7 @@ def row_of(folder: Path, job: PlannedRun, question: Question) -> dict[str, Any]:
     """The row of a run folder that is this job's."""
     run = read_run(folder)
     part = question.parts[job.part]
+    metric = question.metric_of(part).rpartition("/")[2]
     environment = json_object(folder / "environment.json")
     row = {
         "part": job.part,
@@ -45,7 +46,7 @@ def row_of(folder: Path, job: PlannedRun, question: Question) -> dict[str, Any]:
         "torch": (environment.get("versions") or {}).get("torch"),
         "threads": (environment.get("cpu") or {}).get("threads"),
         "gpus": environment.get("gpus") or [],
-        **{name: number for name in _metric_names(run) if (number := run.number(name)) is not None},
+        **{name: _round(number, 9) for name in _metric_names(metric) if (number := run.number(name)) is not None},
         **{name: _round(number, 7) for name in FACTS if (number := run.number(name)) is not None},
         "seconds_per_step": step_seconds_of(run),
         "incidents": len(read_incidents(folder)),
@@ -53,7 +54,7 @@ def row_of(folder: Path, job: PlannedRun, question: Question) -> dict[str, Any]:
     if run.status == "failed":
         row["error"] = str(run.summary.get("error", ""))[:200]
     if job.stage == "seeds":
-        row["curve"] = curve_of(run, f"val/{question.metric_of(part).rpartition('/')[2]}")
+        row["curve"] = curve_of(run, f"val/{metric}")
         if part.probes:
             row["probes"] = probes_of(run, part.probes)
         if part.evaluate:
@@ -131,17 +132,19 @@ def evaluations_of(folder: Path, settings: Sequence[str]) -> list[dict[str, Any]
 
 
 def rounded_record(value: Any) -> Any:
-    """The same structure with five digits per number."""
+    """The same structure with five digits per number, without perplexities."""
     if isinstance(value, dict):
-        return {key: rounded_record(item) for key, item in value.items()}
+        exponentials = {metric.name for metric in METRICS if metric.is_log}
+        return {key: rounded_record(item) for key, item in value.items() if key not in exponentials}
     if isinstance(value, list):
         return [rounded_record(item) for item in value]
     return _round(value, 5) if isinstance(value, float) else value
 
 
-def _metric_names(run: Run) -> list[str]:
-    names = [metric.name for metric in METRICS]
-    return [f"{split}/{name}" for split in ("val", "test") for name in names if f"{split}/{name}" in run.summary]
+def _metric_names(decisive: str) -> list[str]:
+    """What is kept of both splits: the metric that decides, and all but the perplexities, which say a loss again."""
+    names = [metric.name for metric in METRICS if not metric.is_log or metric.name == decisive]
+    return [f"{split}/{name}" for split in ("val", "test") for name in names]
 
 
 def _round(number: float, digits: int) -> Any:

@@ -1,10 +1,17 @@
-"""docs/study/<question>.json: every run of a question as a row; settings stand once per part and variant.
+"""docs/study/<question>.json: every run of a question as a row.
 
-{"question": …, "parts": {part: {"settings": {…}, "variants": {variant: {…}}}}, "rows": [{…}, …]}
+What several have in common stands once, so that the files stay small and a difference is easy to see:
+
+{"question": …,
+ "settings": {of all runs}, "parts": {part: {"settings": {of its runs}, "variants": {variant: {its own}}}},
+ "groups": [{"part": …, "variant": …, "stage": …, what its rows share, "runs": [{the rest of a row}, …]}, …]}
+
+A group that is another part's too is written there and here only named ("same_as").
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +25,10 @@ from polarlm.runs.files import read_json, write_text
 from polarlm.runs.metrics import AXES, Metrics
 from polarlm.runs.reading import Run
 from polarlm.study.plan import Question
+
+GROUP = ("part", "variant", "stage")
+OWN = ("value", "seed", "identity", "command")  # stay with a row, also with an only one
+ENDS = "with"  # how a row's command ends
 
 
 @dataclass
@@ -49,22 +60,23 @@ class Summary:
 
     def text(self, question: Question) -> str:
         """The file's text: stable order, one line per row."""
+        everywhere = _shared(list(self.settings.values()))
         parts = {}
         for part in [*question.parts, *sorted({p for p, _ in self.settings} - set(question.parts))]:
-            variants = {variant: values for (p, variant), values in self.settings.items() if p == part}
+            variants = {
+                variant: _without(dict(sorted(values.items())), everywhere)
+                for (p, variant), values in self.settings.items()
+                if p == part
+            }
             if variants:
                 shared = _shared(list(variants.values()))
-                differ = {
-                    variant: {k: v for k, v in sorted(variants[variant].items()) if k not in shared}
-                    for variant in _ordered(variants, question.parts[part].variants if part in question.parts else ())
-                }
-                parts[part] = {"settings": shared, "variants": differ}
-        lines = [f'{{"question": {_json(self.question)},', '"parts": {']
+                order = _ordered(variants, question.parts[part].variants if part in question.parts else ())
+                parts[part] = {"settings": shared, "variants": {v: _without(variants[v], shared) for v in order}}
+        lines = [f'{{"question": {_json(self.question)},', f'"settings": {_json(everywhere)},', '"parts": {']
         lines += [_comma(f"{_json(name)}: {_json(part)}", i, parts) for i, (name, part) in enumerate(parts.items())]
-        lines += ["},", '"rows": [']
-        rows = sorted(self.rows, key=lambda row: _place(row, question))
-        lines += [_comma(_json(row), i, rows) for i, row in enumerate(rows)]
-        return "\n".join([*lines, "]}"]) + "\n"
+        groups = _grouped(sorted(self.rows, key=lambda row: _place(row, question)))
+        lines += ["},", '"groups": [', ",\n".join(map(_group_text, groups)), "]}"]
+        return "\n".join(line for line in lines if line) + "\n"
 
 
 def read_summary(folder: Path, question: str) -> Summary:
@@ -75,11 +87,11 @@ def read_summary(folder: Path, question: str) -> Summary:
         return Summary(question)
     try:
         settings = {
-            (part, variant): {**entry["settings"], **changes}
+            (part, variant): {**stored["settings"], **entry["settings"], **changes}
             for part, entry in stored["parts"].items()
             for variant, changes in entry["variants"].items()
         }
-        return Summary(str(stored["question"]), list(stored["rows"]), settings)
+        return Summary(str(stored["question"]), _rows(stored["groups"]), settings)
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is no summary of a study ({error!r}); restore it, or collect it again") from None
 
@@ -116,9 +128,60 @@ def unflatten(settings: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _shared(settings: list[dict[str, Any]]) -> dict[str, Any]:
-    first, *others = settings
-    return {k: v for k, v in sorted(first.items()) if all(k in other and other[k] == v for other in others)}
+def _grouped(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of one part, variant and stage as a group; of commands the words at the beginning are shared."""
+    groups: list[dict[str, Any]] = []
+    written: dict[str, str] = {}  # a group's text without its part → the part it was written for
+    for (part, *_), together in itertools.groupby(rows, key=lambda row: [row[key] for key in GROUP]):
+        members = list(together)
+        words = [row["command"].split(" ") for row in members]
+        columns = zip(*(line[:-1] for line in words), strict=False)
+        begin = [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns)]
+        shared = _shared([_without(row, OWN) for row in members], sort=False) | {"command": " ".join(begin)}
+        runs = [
+            _without(row, shared) | {ENDS: " ".join(line[len(begin) :])}
+            for row, line in zip(members, words, strict=True)
+        ]
+        text = _json([_without(shared, ("part",)), runs])
+        if text in written:
+            groups.append({key: members[0][key] for key in GROUP} | {"same_as": written[text]})
+        else:
+            written[text] = part
+            groups.append(shared | {"runs": runs})
+    return groups
+
+
+def _group_text(group: Mapping[str, Any]) -> str:
+    if "runs" not in group:
+        return _json(group)
+    runs = ",\n".join(f" {_json(run)}" for run in group["runs"])
+    return f'{_json(_without(group, ("runs",)))[:-1]}, "runs": [\n{runs}]}}'
+
+
+def _rows(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that were written as groups."""
+    rows: list[dict[str, Any]] = []
+    runs: dict[tuple[str, str, str], Mapping[str, Any]] = {}
+    for group in groups:
+        part, variant, stage = (group[key] for key in GROUP)
+        whole = runs[group["same_as"], variant, stage] if "same_as" in group else group
+        runs[part, variant, stage] = whole
+        shared = {**_without(whole, ("runs",)), "part": part}
+        for run in whole["runs"]:
+            command = f"{whole['command']} {run[ENDS]}".strip()
+            rows.append({**shared, **_without(run, (ENDS,)), "command": command})
+    return rows
+
+
+def _shared(members: list[dict[str, Any]], *, sort: bool = True) -> dict[str, Any]:
+    first, *others = members or [{}]
+    keys = sorted(first) if sort else list(first)
+    return {k: first[k] for k in keys if all(k in other and _json(other[k]) == _json(first[k]) for other in others)}
+
+
+def _without(values: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    left_out = set(keys)
+    return {key: value for key, value in values.items() if key not in left_out}
 
 
 def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:

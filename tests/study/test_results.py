@@ -1,5 +1,6 @@
 """Rows → verdicts, tables and pictures; the committed page is what the committed rows give."""
 
+import json
 from importlib import metadata
 from pathlib import Path
 
@@ -60,8 +61,46 @@ def test_rows_come_back_from_their_file_and_the_file_is_stable(tmp_path):
     assert again.text(asked) == path.read_text() and again.settings == made.settings
     shuffled = Summary("blocks", made.rows[::-1], dict(reversed(made.settings.items())))
     assert shuffled.text(asked) == path.read_text()
-    assert len(path.read_text().splitlines()) == 5 + 1 + len(made.rows)  # a row is a line: readable differences
+    assert len(path.read_text().splitlines()) == 6 + 1 + 2 + len(made.rows)  # a row is a line: readable differences
     assert read_summary(tmp_path, "other").rows == []
+
+
+def test_what_rows_share_stands_once_and_nothing_is_lost(tmp_path):
+    made, asked = Summary("blocks"), question()
+    asked.parts["again"] = asked.parts["more"] = asked.parts["letters"]
+    settings = {"block.nu": 1, "model.d_model": 8, "trainer.steps": 5}
+    for part in ("letters", "again", "more"):
+        for variant, nu in (("standard", 1), ("polar", 1.0)):  # equal, but not the same
+            for seed in (1, 2):
+                more = {"seconds": 11} if (part, variant) == ("more", "polar") else {}
+                made.add(row(variant, seed, 2.0 + seed, part=part, **more), {**settings, "block.nu": nu})
+    made.add(row("polar", 9, 2.0, stage="tune", value=1e-3, command="python train.py"))
+    path = write_summary(tmp_path, made, asked)
+    again = read_summary(tmp_path, "blocks")
+
+    def content(summary):
+        return sorted(json.dumps(row, sort_keys=True) for row in summary.rows)
+
+    assert content(again) == content(made) and json.dumps(again.settings["letters", "polar"]["block.nu"]) == "1.0"
+    lines = path.read_text().splitlines()
+    assert sum('"trainer.steps"' in line for line in lines) == 1
+    assert sum('"same_as": "letters"' in line for line in lines) == 3  # all of `again`, the baseline of `more`
+    assert sum('"torch"' in line for line in lines) == 4  # one per group that is written
+
+
+@pytest.mark.parametrize("damage", [{"parts": []}, {"groups": [{"part": "a"}]}, {"groups": [1]}, {"settings": 3}])
+def test_a_file_that_is_no_summary_is_named(tmp_path, damage):
+    stored = {
+        "question": "blocks",
+        "settings": {},
+        "parts": {"a": {"settings": {}, "variants": {"b": {}}}},
+        "groups": [],
+    }
+    (tmp_path / "blocks.json").write_text(json.dumps(stored))
+    assert read_summary(tmp_path, "blocks").rows == []
+    (tmp_path / "blocks.json").write_text(json.dumps({**stored, **damage}))
+    with pytest.raises(UserError, match=r"blocks\.json is no summary of a study"):
+        read_summary(tmp_path, "blocks")
 
 
 def test_a_row_of_the_same_job_replaces_the_older_one():
