@@ -1,6 +1,5 @@
 """Standard, XSA and RFA equal an independent transcription, for switch combinations drawn anew from a printed seed."""
 
-import os
 import random
 
 import numpy as np
@@ -19,9 +18,10 @@ from polarlm.attention.additions import FIRST_VALUES
 from polarlm.attention.rfa import SLOWEST_DECAY
 from polarlm.geometry import rotary_tables
 from polarlm.model.gpt import document_positions
+from tests.seeds import drawn_seed
 
 WIDTH, HEADS, TOKENS, BASE, LAYER = 16, 4, 7, 100.0, 1
-SEED = int(os.environ.get("POLARLM_ORACLE_SEED", random.SystemRandom().randrange(10**6)))
+SEED = drawn_seed("POLARLM_ORACLE_SEED")
 COMMON = {
     "qk_norm": [True, False],
     "rotate_values": [True, False],

@@ -1,6 +1,6 @@
 """Killed at every named point and at random times, started again by the same command: the same bits in the end.
 
-The seed is printed; POLARLM_FAULT_SEED repeats one. POLARLM_KILLS=1000 is the nightly set.
+POLARLM_FAULT_SEED repeats a printed seed (tests/seeds.py). POLARLM_KILLS=1000 is the nightly set.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pytest
 
 from tests.faults.killing import outcome, run
 from tests.forks import forks
+from tests.seeds import drawn_seed
 from tests.training.tiny_jobs import composed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
@@ -87,8 +88,7 @@ def test_killed_at_every_named_point(workshop, reference):
     """One run after another is killed at point after point and goes on; every few kills it is compared."""
     expected, points, _ = reference
     assert len(points) > 40, points
-    seed = int(os.environ.get("POLARLM_FAULT_SEED", time.time_ns() % 10**6))
-    print(f"POLARLM_FAULT_SEED={seed}, {len(points)} points")
+    seed = drawn_seed("POLARLM_FAULT_SEED")
     order = random.Random(seed).sample(points, len(points))
     kills, number, history = 0, 0, [f"seed {seed}"]
     for name in order:
@@ -131,8 +131,7 @@ def test_killed_at_one_point_whenever_it_is_reached(workshop, reference, name):
 
 def test_killed_at_random_times(workshop, reference):
     expected, points, seconds = reference
-    seed = int(os.environ.get("POLARLM_FAULT_SEED", time.time_ns() % 10**6))
-    print(f"POLARLM_FAULT_SEED={seed}")
+    seed = drawn_seed("POLARLM_FAULT_SEED")
     numbers, number, history = random.Random(seed), 0, [f"seed {seed}"]
     kills, wanted = 0, max(10, KILLS - len(points))
     while kills < wanted:

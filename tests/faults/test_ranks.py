@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ from polarlm.runs.shards import Shards
 from polarlm.runs.tensor_files import DamagedCheckpoint
 from tests.faults.killing import outcome
 from tests.faults.ranks import Ranks
+from tests.seeds import drawn_seed
 from tests.training.tiny_jobs import composed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # a hang, not a busy machine
@@ -83,8 +83,7 @@ def test_killed_fsdp_runs_end_with_the_same_bits(place):
     began = time.monotonic()
     expected = outcome(train(place, "sharded", "fsdp", 2, dropout, notes=str(notes)))
     seconds = time.monotonic() - began
-    seed = int(os.environ.get("POLARLM_FAULT_SEED", time.time_ns() % 10**6))
-    print(f"POLARLM_FAULT_SEED={seed}")
+    seed = drawn_seed("POLARLM_FAULT_SEED")
     numbers = random.Random(seed)
     history = [f"seed {seed}"]
     of_checkpoints = [p for p in dict.fromkeys(json.loads(notes.read_text())) if "ckpt" in p or "step_" in p]
