@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -118,10 +119,22 @@ def how_it_ended(job: PoolJob, code: int) -> JobReturn:
         summary = read_json(Path(job.result.read_text(encoding="utf-8")) / "summary.json")
         done.return_value, done.status = float(summary["val/loss"]), JobStatus.COMPLETED
         return done
-    why = last_error(job.log) or f"ended with code {code}"
+    why = last_error(job.log) or exit_words(code)
     done.return_value = UserError(f"{why} (log: {job.log})")
     done.status = JobStatus.FAILED
     return done
+
+
+def exit_words(code: int) -> str:
+    """What an exit code says where the job itself could not say anything."""
+    if code >= 0:
+        return f"ended with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    memory = ", which is also what a machine without memory does" if name == "SIGKILL" else ""
+    return f"killed by {name}{memory}; the same command continues it"
 
 
 def last_error(log: Path) -> str | None:

@@ -18,6 +18,7 @@ from polarlm.errors import UserError
 from polarlm.launch.board import Board
 from polarlm.launch.local import LocalLauncher, shown, varying
 from polarlm.launch.overrides import config_loader, plan_jobs
+from polarlm.launch.pool import PoolJob, how_it_ended
 from polarlm.launch.sweep import show_status
 from polarlm.runs.identity import identity_of
 from polarlm.runs.sweeps import find_finished, write_plan
@@ -159,6 +160,23 @@ def is_alive(process: int) -> bool:
         return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()
     except (ProcessLookupError, FileNotFoundError):
         return False
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "words"),
+    [
+        (-9, "step 3", "killed by SIGKILL, which is also what a machine without memory does; the same command"),
+        (-15, "", "killed by SIGTERM; the same command continues it (log:"),
+        (-200, "", "killed by signal 200; the same command"),
+        (3, "", "ended with code 3 (log:"),
+        (2, "error: lr must be above 0", "lr must be above 0 (log:"),
+    ],
+)
+def test_a_job_that_ended_badly_says_why_in_words(tmp_path, code, log, words):
+    job = PoolJob(0, [], "job", tmp_path / "000.log")
+    job.log.write_text(log)
+    ended = how_it_ended(job, code)
+    assert ended.status == JobStatus.FAILED and str(ended._return_value).startswith(words)
 
 
 def test_a_job_does_not_outlive_a_killed_parent():
