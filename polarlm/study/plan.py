@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import yaml
@@ -43,6 +43,7 @@ class Part:
     tune: Tuning | None = None
     evaluate: tuple[str, ...] = ()  # settings of eval.py: protocol=length …
     probes: tuple[str, ...] = ()  # diagnostics whose last values are kept
+    in_all: bool = True  # false: another part took its place; its rows stay, and it is trained only by name
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Question:
     metric: str = "val/bits_per_byte"
     margin: float | None = setting(0.005, above=0)
     tune: Tuning | None = None
-    in_all: bool = True  # false: only when it is asked for by name (it is short and for newcomers, or wants a GPU)
+    in_all: bool = True  # false: only when it is asked for by name (for newcomers, wants a GPU, or is decided)
     name: str = ""
 
     def seeds_of(self, part: Part) -> tuple[int, ...]:
@@ -122,10 +123,14 @@ def read_question(name: str) -> Question:
 
 
 def read_questions(name: str) -> list[Question]:
-    """One question, or all that belong to `all`, in the order of their numbers."""
+    """One question, or what belongs to `all`, in the order of their numbers."""
     if name != "all":
         return [read_question(name)]
-    return [question for question in every_question() if question.in_all]
+    return [
+        replace(question, parts={key: part for key, part in question.parts.items() if part.in_all})
+        for question in every_question()
+        if question.in_all
+    ]
 
 
 def every_question() -> list[Question]:

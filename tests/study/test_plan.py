@@ -39,7 +39,10 @@ def test_a_shipped_plan_composes(name):
 def test_all_is_every_question_in_its_order_but_not_those_that_want_to_be_named():
     numbers = [asked.number for asked in read_questions("all")]
     assert numbers == sorted(numbers)
-    assert set(QUESTIONS) - {asked.name for asked in read_questions("all")} == {QUICK, "defaults", "gpu"}
+    assert set(QUESTIONS) - {asked.name for asked in read_questions("all")} == {QUICK, "costs", "defaults", "gpu"}
+    (baselines,) = (asked for asked in read_questions("all") if asked.name == "baselines")
+    everything = read_question("baselines").parts
+    assert [name for name in everything if name not in baselines.parts] == ["wikitext2"]  # by name it is there
 
 
 def test_a_wrong_name_says_the_nearest():
