@@ -119,7 +119,8 @@ def _html(table: Table, judgement: Judgement) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in table.columns)
     body = []
     for index, row in enumerate(table.rows):
-        first = f'<td><span class="swatch" data-swatch="{index}"></span>{escape(row[0])}</td>'
+        label = escape(row[0]).replace(" · ", "&nbsp;· ")  # in a narrow window no line is a dot alone
+        first = f'<td><span class="swatch" data-swatch="{index}"></span>{label}</td>'
         kind = f' class="{row[verdict_column]}"' if row[verdict_column] in ("better", "worse") else ""
         cells = ""
         for column, (name, cell) in enumerate(zip(table.columns[1:], row[1:]), start=1):
