@@ -28,7 +28,7 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 train: $(VENV)/.installed  ## train the default model (make train ARGS="block=polar model=tiny")
 	@$(BIN)/python train.py $(ARGS)
 
-# Resumable: the same command skips what is done. About eight hours on two cores; QUICK=1 takes about ten minutes.
+# Resumable: the same command skips what is done. About seven hours on two cores; QUICK=1 takes about ten minutes.
 study: $(VENV)/.installed  ## carry out the plan in configs/study (make study QUICK=1: a first look)
 	@$(BIN)/python -m polarlm study $(if $(QUICK),--quick,all) $(ARGS)
 
