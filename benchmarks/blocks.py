@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from benchmarks.timing import interleaved, ratios, turns
-from polarlm.attention.kernels import DirectionalNoise, RadialNoise, RobustCall, robust_attention
+from polarlm.attention.robust import DirectionalNoise, RadialNoise, RobustCall, robust_attention
 from polarlm.locations import CONFIGS
 from polarlm.model import GPT, GPTConfig
 from polarlm.training.loggers.throughput import measured_peak

@@ -28,11 +28,11 @@ import numpy as np
 import torch
 
 from polarlm.data import build_corpus
-from polarlm.data.order.batches import train_batches
-from polarlm.data.order.windows import WindowSequences
-from polarlm.data.read.documents import pieces_of
-from polarlm.data.store.tokens import TokenStore
-from polarlm.data.tokenizers.bpe import SubwordTokenizer
+from polarlm.data.bpe import SubwordTokenizer
+from polarlm.data.module import train_batches
+from polarlm.data.order import WindowSequences
+from polarlm.data.readers import pieces_of
+from polarlm.data.store import TokenStore
 
 SHARED = Path(os.environ.get("POLARLM_SHARED_DATA", "data/raw"))
 

@@ -26,10 +26,10 @@ from omegaconf import OmegaConf
 from benchmarks.framework import composed
 from polarlm.diagnostics import run_probe
 from polarlm.locations import CONFIGS
+from polarlm.training.callbacks import probe_batch
 from polarlm.training.job import Job, build_job
-from polarlm.training.loggers.sinks import build_loggers, finish_loggers
+from polarlm.training.loggers.build import build_loggers, finish_loggers
 from polarlm.training.optimisers import build_optimiser
-from polarlm.training.probing import probe_batch
 from polarlm.training.quiet import quiet_libraries
 
 
@@ -37,7 +37,7 @@ def measure(overrides: list[str], rounds: int, steps: int, compiled: bool) -> di
     """Seconds per step and per probe (medians over rounds) and the share of training time at the default interval."""
     config = composed(overrides, steps)
     diagnostics = OmegaConf.load(CONFIGS / "diagnostics" / "default.yaml")
-    config["logger"] = {"kind": "wandb", "project": "benchmark", "entity": None, "mode": "offline"}
+    config["logger"] = OmegaConf.to_container(OmegaConf.load(CONFIGS / "logger" / "wandb.yaml"))
     os.environ["WANDB_MODE"] = "offline"
     job = build_job(config)
     batch = probe_batch(job.data, tokens=diagnostics.tokens, length=diagnostics.length)
@@ -52,7 +52,7 @@ def measure(overrides: list[str], rounds: int, steps: int, compiled: bool) -> di
                 began = time.perf_counter()
                 next(part)
                 times[kind].append(time.perf_counter() - began)
-        finish_loggers(loggers, "finished")
+        finish_loggers(loggers, Path(folder), "finished")
     seconds = {kind: statistics.median(measured[1:]) for kind, measured in times.items()}  # the first round warms up
     row: dict[str, float | str] = {"run": f"{config['choices']['block']} {config['choices']['model']}"}
     row |= {"every": diagnostics.every, "tokens_per_step": job.plan.tokens, "probe_seconds": seconds["probe"]}
@@ -80,11 +80,12 @@ def prober(job: Job, batch: dict[str, torch.Tensor], loggers: list[Any], file: P
     """Each `next` is one probe with everything that is written about it."""
     for number in range(10**9):
         result = run_probe(job.model, batch["tokens"])
+        row = result.row(number, number)
         with open(file, "a") as out:
-            out.write(json.dumps(result.row(number, number)) + "\n")
+            out.write(json.dumps(row) + "\n")
         for logger in loggers:
-            logger.log_metrics(result.scalars())
-            logger.log_probe(result, step=number, tokens=number)
+            logger.log_metrics(result.scalars(), step=number)
+            logger.log_probe(row)
         yield
 
 

@@ -1,4 +1,7 @@
-"""Compile the Triton kernels for sm_80, 90 and 100 without a GPU: registers, shared memory and spills of each.
+"""Compile the Triton kernels for sm_80, 90 and 100 without a GPU: registers, shared memory, spills and instructions.
+
+Attention here is bound by the instructions that a GPU can issue, so instructions per query-key pair tell the time: an
+H100 issues 132 × 128 × 1.755 GHz = 29.7 per picosecond.
 
 python -m benchmarks.triton_aot [--head-dim 64 128] [--dtype bf16 fp32] [--sm 80 90 100] [--variant polar] [--json FILE]
 """
@@ -18,16 +21,29 @@ from unittest.mock import patch
 
 import torch
 
-from polarlm.attention.kernels import triton_backend
-from polarlm.attention.kernels.noise import NOISE_ROWS, RADIAL_ROWS
-from polarlm.attention.kernels.triton_backend import LAUNCH
+from polarlm.attention.robust.noise import NOISE_ROWS, RADIAL_ROWS
+from polarlm.fast import triton_backend
+from polarlm.fast.triton_backend import LAUNCH
 
-# Whether keys and values decay, documents are packed, ν learns, and the past fades: Student-t with magnitude, learned
-# noise, the Polar block as shipped (a ν that stays, forgetting), and everything together.
+
+@dataclass(frozen=True)
+class Variant:
+    """What the kernels are compiled for."""
+
+    decays: bool = False  # keys and values
+    packed: bool = False
+    learned: bool = True  # ν
+    forgets: bool = False
+    fox: bool = False  # soft-max attention with forget gates
+
+
+# Student-t with magnitude and learned noise; the Polar block as shipped (ν stays 3, forgetting); everything together;
+# and the baselines with forget gates.
 VARIANTS = {
-    "polar": (False, False, True, False),
-    "frozen": (False, False, False, True),
-    "everything": (True, True, True, True),
+    "polar": Variant(),
+    "frozen": Variant(learned=False, forgets=True),
+    "everything": Variant(decays=True, packed=True, forgets=True),
+    "fox": Variant(learned=False, forgets=True, fox=True),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -48,6 +64,8 @@ class Usage:
     registers: int
     shared: int
     spills: int
+    per_pair: float  # instructions of the main loop, per query-key pair
+    spills_per_loop: int  # loads and stores of spilled registers in the main loop
 
 
 class ClaimedGPU:
@@ -87,14 +105,16 @@ def compile_kernel(name: str, variant: str, head_dim: int, dtype: str, sm: int, 
     """Compile one kernel as the backend launches it (or with the sizes `override`) and see what it uses."""
     from triton.runtime import driver
 
-    from polarlm.attention.kernels import triton_kernels, triton_radial
+    from polarlm.fast import triton_kernels, triton_radial
 
-    decays, packed, learned, forgets = VARIANTS[variant]
-    q, k, v, d_out = (torch.randn(1, 2, 250, head_dim, dtype=DTYPES[dtype]) for _ in range(4))
-    evidence, m2, parameters = torch.rand(1, 2, 250), torch.rand(1, 250), torch.rand(len(NOISE_ROWS), 2)
-    documents = torch.zeros(1, 250, dtype=torch.int32) if packed else None
-    forgotten = torch.rand(1, 2, 250) if forgets else None
-    inputs = (q, k, v, m2, forgotten, parameters, documents, "student", decays, decays, learned)
+    v = VARIANTS[variant]
+    q, k, values, d_out = (torch.randn(1, 2, 250, head_dim, dtype=DTYPES[dtype]) for _ in range(4))
+    evidence, parameters = torch.rand(1, 2, 250), torch.rand(len(NOISE_ROWS), 2)
+    m2 = torch.rand(1, 250)
+    documents = torch.zeros(1, 250, dtype=torch.int32) if v.packed else None
+    forgotten = torch.rand(1, 2, 250) if v.forgets else None
+    inputs: tuple[Any, ...] = (q, k, values, None if v.fox else m2, forgotten, parameters, documents)
+    inputs += ("exponential" if v.fox else "student", v.fox, v.fox, v.decays, v.decays, v.learned)
     sizes = {key: override or shipped for key, shipped in LAUNCH[name].items()}
     module = triton_radial if name.startswith("radial") else triton_kernels
     names = [f"{x}_kernel" for x in LAUNCH if hasattr(module, f"{x}_kernel")]
@@ -112,30 +132,60 @@ def compile_kernel(name: str, variant: str, head_dim: int, dtype: str, sm: int, 
         elif name == "forward":
             triton_backend.triton_forward.bare(*inputs)
         else:
-            triton_backend.triton_backward.bare(d_out, evidence, d_out, evidence, *inputs, True)
+            triton_backend.triton_backward.bare(d_out, evidence, d_out, evidence, *inputs, not v.fox)
     compiled = kernels[f"{name}_kernel"].result
     registers, spills = _resources(compiled.asm["cubin"])
     block_q, block_k, warps, stages = sizes[
         64 if head_dim <= 64 or name.startswith("radial") else 128, q.element_size()
     ]
     launch = block_q, block_k, warps, stages
-    return Usage(name, variant, head_dim, dtype, sm, *launch, registers, compiled.metadata.shared, spills)
+    pairs_per_thread = block_q * block_k / (32 * warps)
+    loop = main_loop(compiled.asm["cubin"])
+    spilled = sum(instruction.startswith(("LDL", "STL")) for instruction in loop)
+    resources = registers, compiled.metadata.shared, spills, len(loop) / pairs_per_thread, spilled
+    return Usage(name, variant, head_dim, dtype, sm, *launch, *resources)
+
+
+def _tool(name: str, cubin: bytes, *options: str) -> str:
+    import triton.backends.nvidia
+
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / name
+    with tempfile.NamedTemporaryFile() as file:
+        Path(file.name).write_bytes(cubin)
+        return subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
     """Registers and bytes of stack per thread of a compiled kernel; registers are spilled to the stack."""
-    import triton.backends.nvidia
-
-    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile() as file:
-        Path(file.name).write_bytes(cubin)
-        done = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    used = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout)
-    assert used is not None, done.stdout
+    used = re.search(r"REG:(\d+) STACK:(\d+)", _tool("cuobjdump", cubin, "--dump-resource-usage"))
+    assert used is not None
     return int(used[1]), int(used[2])
 
 
-HEAD = "| kernel | variant | head | dtype | sm | queries × keys | warps | stages | registers | shared | spills |"
+def main_loop(cubin: bytes) -> list[str]:
+    """The instructions of the shortest loop that multiplies matrices: of several forms, the one that mostly runs."""
+    instructions: list[str] = []
+    labels: dict[str, int] = {}
+    code = re.compile(r"^\s*\.section\s+\.text.*?(?=^\s*\.section\s|\Z)", re.M | re.S)
+    for text in code.findall(_tool("nvdisasm", cubin)):
+        for label, instruction in re.findall(r"^(\.L\w+):|/\*[0-9a-f]{4,}\*/\s+(.*?);", text, re.M):
+            if label:
+                labels[label] = len(instructions)
+            else:
+                instructions.append(re.sub(r"^@!?U?P\w+\s+", "", instruction))
+    loops = []
+    for at, instruction in enumerate(instructions):
+        target = re.match(r"BRA\S*.*`\((\.L\w+)\)", instruction)
+        if target and labels[target[1]] < at:
+            loops.append(instructions[labels[target[1]] : at + 1])
+    product = re.compile(r"[HQIU]\w*MMA|UTC\w*MMA")
+    return min((loop for loop in loops if any(product.match(x) for x in loop)), key=len)
+
+
+HEAD = (
+    "| kernel | variant | head | dtype | sm | queries × keys | warps | stages | registers | shared | spills | "
+    "per pair |"
+)
 
 
 def line(used: Usage) -> str:
@@ -143,7 +193,7 @@ def line(used: Usage) -> str:
     u = used
     return (
         f"| {u.kernel} | {u.variant} | {u.head_dim} | {u.dtype} | {u.sm} | {u.block_q} × {u.block_k} | {u.warps} | "
-        f"{u.stages} | {u.registers} | {u.shared / 1024:.1f} KB | {u.spills} |"
+        f"{u.stages} | {u.registers} | {u.shared / 1024:.1f} KB | {u.spills} | {u.per_pair:.1f} |"
     )
 
 

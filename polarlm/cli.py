@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import polarlm
-from polarlm.errors import UserError, did_you_mean
+from polarlm.errors import JobsLeft, UserError, did_you_mean, is_wrong_input
 from polarlm.quick_start import skip_unused_libraries
-from polarlm.visible import visible_text
+from polarlm.visible import visible_stdout, visible_text
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,15 +28,19 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = [a for a in arguments if a != "--debug"]
     try:
         options = parser().parse_args(arguments)
-        return options.run(options) or 0
+        with visible_stdout():
+            return options.run(options) or 0
     except KeyboardInterrupt:
         return 130
+    except JobsLeft as left:
+        print(left, file=sys.stderr)
+        return 0
     except BrokenPipeError:  # the reader (head, less) left
         return 0
     except Exception as error:
         if debug:
             raise
-        wrong = isinstance(error, UserError)
+        wrong = is_wrong_input(error)
         why = str(error) if wrong else f"{type(error).__name__}: {error} (--debug shows the traceback)"
         print(f"error: {visible_text(why)}", file=sys.stderr)
         return 2 if wrong else 1
@@ -81,17 +87,36 @@ class Parser(argparse.ArgumentParser):
 def parser() -> Parser:
     """All verbs; each package adds its own."""
     from polarlm.data import commands as data
-    from polarlm.launch import doctor, inspect, sweep, trial, tune
+    from polarlm.jobs import sweep, trial, tune
+    from polarlm.launch import accept, doctor, export, inspect
     from polarlm.report import commands as report
     from polarlm.runs import commands as runs
-    from polarlm.study import commands as study
-    from polarlm.training.loggers import wandb_workspace
+    from polarlm.training.loggers import wandb_views
 
     top = Parser(prog="polarlm", description="Train, look at, use and compare runs. (--debug shows tracebacks)")
     top.add_argument("--version", action="version", version=f"polarlm {polarlm.__version__}")
     verbs = top.add_subparsers(title="verbs", metavar="verb", required=True)
     verbs.add_parser("train", help="train a run or a sweep, as python train.py does (polarlm train --help)")
     verbs.add_parser("eval", help="judge a run from its folder, as python eval.py does (polarlm eval --help)")
-    for package in (sweep, tune, study, runs, inspect, report, trial, data, doctor, wandb_workspace):
+    for package in (sweep, tune, runs, export, inspect, report, trial, data, doctor, accept, wandb_views):
         package.add_parser(verbs)
+    add_study(verbs)
     return top
+
+
+def add_study(verbs: Any) -> None:
+    """The verb `study`: our own experiments, which lie beside the package in a checkout and not in the wheel."""
+    checkout = Path(polarlm.__file__).resolve().parents[1]
+    if (checkout / "study" / "commands.py").is_file():
+        if "study.commands" not in sys.modules:
+            sys.path.insert(0, str(checkout))  # before a user's own module of that name
+        importlib.import_module("study.commands").add_parser(verbs)
+        return
+    absent = verbs.add_parser("study", help="our own experiments (only in a checkout of the repository)")
+    absent.add_argument("rest", nargs="*")
+    absent.set_defaults(run=refuse_study)
+
+
+def refuse_study(options: argparse.Namespace) -> int:
+    """Say where the study is."""
+    raise UserError("polarlm study carries out the experiments of our repository: it needs a checkout, not the wheel")

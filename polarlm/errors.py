@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,6 +10,20 @@ from pathlib import Path
 
 class UserError(ValueError):
     """Wrong input: which key or file, what was found, what is allowed, what to do. Shown without a traceback."""
+
+
+class JobsLeft(Exception):
+    """Jobs go on in a cluster's queue while this process ends: nothing has failed."""
+
+    def __init__(self) -> None:
+        super().__init__("The jobs stay in the queue; the same command comes back to them.")
+
+
+def is_wrong_input(error: BaseException) -> bool:
+    """Whether an error is about what the user gave: ours, or a path that the system cannot even look for."""
+    return isinstance(error, UserError) or (
+        isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP)
+    )
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:

@@ -23,6 +23,8 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from polarlm.errors import UserError, did_you_mean
 
 T = TypeVar("T")
+# Between these, fp32 holds the scalars of a block with their squares and quotients; noises and rates may also be 0.
+SMALLEST, LARGEST = 1e-9, 10**8
 _LIMITS = {"at_least": "≥", "above": ">", "at_most": "≤", "below": "<"}
 
 
@@ -153,9 +155,13 @@ def _number(kind: type, value: Any, limits: Mapping[str, Any]) -> Any:
     numbers = [word for word in limits.get("choices", ()) if not isinstance(word, str)]
     if numbers:
         wanted = ", ".join(map(str, numbers))
-    right = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    right = isinstance(value, int | float) and not isinstance(value, bool)
+    right = right and (isinstance(value, int) or math.isfinite(value))  # no float is as large as 10**400
     _require(right and (kind is float or value == int(value)), wanted)  # 1e6 is a whole number
-    number = kind(value)
+    try:
+        number = kind(value)
+    except OverflowError:
+        raise _Wrong(wanted) from None
     inside = {
         "at_least": lambda limit: number >= limit, "above": lambda limit: number > limit,
         "at_most": lambda limit: number <= limit, "below": lambda limit: number < limit,

@@ -1,51 +1,67 @@
 """Classes and functions that a configuration may name.
 
 A section like {_target_: polarlm.attention.PolarAttention, nu_t: 4} is built only when a yaml of its group names that
-target, and only with plain values: a configuration that came with a stranger's run folder can't make us call anything
-else. Nothing is interpolated here. A class of your own is named by a yaml of your own, in ./configs/<group>/.
+target, and only with plain values; nothing is interpolated here. Our own yamls count for every configuration. The
+user's yamls in ./configs/<group>/ count only for what the user typed: a stored configuration may have come with them
+in one download. They may name classes of the group's kind and never functions, which would let a yaml call anything.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import os
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from polarlm.errors import UserError
-from polarlm.locations import config_folders
+from polarlm.locations import CONFIGS, own_configs
+
+TRUST_VARIABLE = "POLARLM_TRUST"  # modules of the user whose classes stored runs may build: my_blocks,other.module
 
 
-def named_targets(group: str) -> dict[str, Path]:
-    """Every target that a yaml of the group names, with the first yaml that does."""
-    named: dict[str, Path] = {}
-    for folder in config_folders():
-        for path in sorted((folder / group).glob("*.yaml")):
-            section = yaml.safe_load(path.read_text(encoding="utf-8"))
-            if isinstance(section, dict) and isinstance(section.get("_target_"), str):
-                named.setdefault(section["_target_"], path)
-    return named
+def named_targets(folder: Path, group: str) -> set[str]:
+    """Every target that a yaml of the group names: at its top, or in its sections where several may be chosen."""
+    files = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in (folder / group).glob("*.yaml")]
+    sections = [section for file in files if isinstance(file, dict) for section in (file, *file.values())]
+    targets = [section.get("_target_") for section in sections if isinstance(section, dict)]
+    return {target for target in targets if isinstance(target, str)}
 
 
-def target_of(section: Any, group: str) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """(what the section names, its options), or a UserError when it names or passes anything that is not allowed."""
+def target_of(section: Any, group: str, kind: type, *, stored: bool = False) -> tuple[Any, dict[str, Any]]:
+    """(what the section names, its options), or a UserError when it names or passes anything that is not allowed.
+
+    `kind` is the base class of the group's classes; `stored` says that a run folder holds the section.
+    """
     if not isinstance(section, dict) or not isinstance(section.get("_target_"), str):
         raise UserError(f"{group} must be a group of settings with a _target_; found {_short(section)}")
     target = section["_target_"]
-    allowed = named_targets(group)
-    if target not in allowed:
+    module, _, name = target.rpartition(".")
+    ours = named_targets(CONFIGS, group)
+    own = None if stored else own_configs()
+    trusted = module in os.environ.get(TRUST_VARIABLE, "").split(",")
+    if target not in ours and not trusted and (own is None or target not in named_targets(own, group)):
+        if stored:
+            raise UserError(
+                f"{group}._target_={_short(target)} is not a class of polarlm, so a stored run can't use it; if it is "
+                f"your own, set {TRUST_VARIABLE} in the environment to its module ({_short(module)})"
+            )
         raise UserError(
             f"{group}._target_={_short(target)} is not a class that a yaml in configs/{group}/ names "
-            f"({', '.join(sorted(allowed))}); write one for it if you trust it"
+            f"({', '.join(sorted(ours))}); write one for it if you trust it"
         )
     options = {key: value for key, value in section.items() if key not in ("_target_", "_partial_")}
     for key, value in options.items():
         if not isinstance(key, str) or key.startswith("_") or not _is_plain(value):
             raise UserError(f"{group}.{_short(key)}={_short(value)} must be a plain value: a number, a word or a list")
-    module, _, name = target.rpartition(".")
-    return getattr(importlib.import_module(module), name), options
+    try:
+        target_class = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"{group}._target_={_short(target)} can't be imported: {error}") from error
+    if target not in ours and not (isinstance(target_class, type) and issubclass(target_class, kind)):
+        raise UserError(f"{group}._target_={_short(target)} is not a subclass of {kind.__module__}.{kind.__qualname__}")
+    return target_class, options
 
 
 def _is_plain(value: Any) -> bool:

@@ -5,12 +5,14 @@ And lines of our own: those that are longer than the terminal is wide, those tha
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 import textwrap
 import unicodedata
+from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import TextIO
+from typing import Any, TextIO
 
 # Cc: control characters; Cf: invisible formatting (also what turns text around); the rest has no glyph of its own.
 _HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
@@ -23,6 +25,32 @@ def visible_text(text: str) -> str:
         character if character in _KEPT or unicodedata.category(character) not in _HIDDEN else escape(character)
         for character in text
     )
+
+
+class VisibleOutput:
+    """A text stream that shows control characters instead of passing them on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        """Write the text as it may be seen."""
+        return self.stream.write(visible_text(text))
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write every line."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextlib.contextmanager
+def visible_stdout() -> Iterator[None]:
+    """Whatever is printed inside: run folders, plans and samples may say anything, and all verbs print some of it."""
+    with contextlib.redirect_stdout(VisibleOutput(sys.stdout)):
+        yield
 
 
 @cache

@@ -14,11 +14,18 @@ ROOT = Path(__file__).resolve().parents[1]
 KINDS = "py|md|yaml|yml|toml|png|ipynb|js|css|html|cff|cpp"
 # A path with a folder in it, or the name of a page; a placeholder (<name>, *, {…}, $X, …) beside it makes it a pattern.
 PATH = re.compile(
-    rf"(?<![\w./<>*{{}}$~:…-])((?:\.\./)*(?:[\w.-]+/)+[\w-][\w.-]*\.(?:{KINDS})|[\w-]+\.md)(?![\w/*<{{…-])"
+    rf"(?<![\w./<>*{{}}$~:@…-])((?:\.\./)*(?:[\w.-]+/)+[\w-][\w.-]*\.(?:{KINDS})|[\w-]+\.md)(?![\w/*<{{…-])"
 )
 LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)]*)?\)")
 # Written by a user or by a run, not part of the repository.
-MADE_LATER = ("data/raw/", "data/cache/", "runs/", "configs/block/mine.yaml")
+MADE_LATER = (
+    "data/raw/",
+    "data/cache/",
+    "runs/",
+    "configs/block/mine.yaml",
+    "configs/callbacks/mine.yaml",
+    "gpu-report.md",
+)
 
 
 def repository_files() -> list[Path]:

@@ -16,7 +16,7 @@ from polarlm.training.batching import plan_batches, total_steps
 from polarlm.training.schedules import build_schedule
 from polarlm.verdict.defaults import shipped_settings
 
-GROUPS = ("model", "data", "tokenizer", "optim", "schedule", "trainer", "logger", "diagnostics", "recipe")
+GROUPS = ("model", "data", "tokenizer", "optim", "schedule", "trainer", "logger", "callbacks", "diagnostics", "recipe")
 
 
 def choices(group: str) -> list[str]:

@@ -10,9 +10,7 @@ ROOT = Path(__file__).parents[1]
 SHARED = {
     "add_parser": "every verb of the command line has one",
     "main": "what `python -m` calls",
-    "run": "what an entry point or a verb calls",
-    "rotate": "attention/rows.py: the rotation of geometry, fast",
-    "tangent_step": "attention/rows.py: the step of geometry, fast",
+    "tangent_step": "of one direction (geometry/likelihood.py), and of a layer's heads (geometry/multihead.py)",
 }
 SAY_NOTHING = {"found", "told"}
 

@@ -6,22 +6,19 @@ import matplotlib.backends.backend_agg
 import matplotlib.figure
 import tokenizers
 
-import polarlm.data.baselines
-import polarlm.data.tokenizers.bpe
+import polarlm.data.bpe
 import polarlm.diagnostics
 import polarlm.evaluation.baselines
-import polarlm.launch.board
+import polarlm.jobs.engine
+import polarlm.jobs.places
 import polarlm.launch.entry
 import polarlm.launch.evaluate
 import polarlm.launch.match
-import polarlm.launch.pool
 import polarlm.launch.table
 import polarlm.report.figure
 import polarlm.training.loggers.progress
 import polarlm.training.optimisers.adamw
-import polarlm.training.probing
 import polarlm.training.schedules.cosine
-import polarlm.training.steps
 import polarlm.verdict.budget
 from polarlm.launch.overrides import compose, config_loader
 

@@ -5,6 +5,8 @@ Both start without a say of their own: a fresh gate is 1, and fresh layers share
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -44,7 +46,14 @@ class ValueResidual(nn.Module):
 
     def __init__(self, shape: MixerShape) -> None:
         super().__init__()
-        self.share = nn.Parameter(torch.tensor(0.5)) if shape.layer else None
+        # One number in a vector: FSDP2 shards no scalars.
+        self.share = nn.Parameter(torch.tensor([0.5])) if shape.layer else None
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        share = state_dict.get(f"{prefix}share")
+        if share is not None:  # a scalar in models that were stored before
+            state_dict[f"{prefix}share"] = share.reshape(1)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def forward(self, v: Tensor, context: TokenContext) -> Tensor:
         """Values of the new tokens, in any layout that is the same in every layer; a layer used alone is the first."""

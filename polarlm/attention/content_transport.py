@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from polarlm.attention.forgetting import running_sum
 from polarlm.attention.frequencies import Frequencies, Turns
 from polarlm.attention.initialisation import linear
 from polarlm.attention.mixer import KeyValueCache, MixerShape, split_heads
-from polarlm.attention.rows import rotate
 from polarlm.geometry.sphere import normalise
-from polarlm.geometry.transport import to_complex, to_real
+from polarlm.geometry.transport import rotate, to_complex, to_real
 from polarlm.geometry.unitary_products import UnitaryProducts, chunk_size, unitary_products
 
 TRANSPORTS = ("rotary", "phases", "unitary")
@@ -91,7 +91,7 @@ class ContentTransport(nn.Module):
 
     def _turned(self, turns: Turns, angles: Tensor, cache: KeyValueCache | None) -> Turns:
         """Rotary tables with the angles so far added to their phases; by the sum formula, so that 0 adds nothing."""
-        total = angles.cumsum(2)
+        total = running_sum(angles, 2)
         if cache is not None:
             total = total + cache.running.get("phase", 0.0)
             cache.running["phase"] = total[:, :, -1:]

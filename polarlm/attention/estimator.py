@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polarlm.errors import UserError
+from polarlm.settings import LARGEST, SMALLEST
 
 ZERO_SHARE = 0.25  # share of heads without decay when `mu` is spread over the heads
 DECADES = 2.0  # the other heads' decay rates cover this many powers of ten below `mu`
 # These divide; noises, rates and steps may be 0.
-SIGNED = {"forget_bias"}
 STRICTLY_POSITIVE = {"nu", "nu_t", "nu_r", "tau", "radius", "m_eq", "precision_0", "relax_a", "relax_b"}
+RANGES = {"forget_bias": (-100, 100), "radius": (0.01, 100)}  # all others: what fp32 holds (settings.py)
 FRACTIONS = {"prior_share", "context_power"}  # at least 0 and below 1
 NOISE_SPLIT = {"k": 0.4, "q": 0.4, "0": 0.2}  # how a matched total variance divides over key, query and floor
 
@@ -179,10 +180,10 @@ def _numbers(name: str, value: Value) -> Tensor:
         raise UserError(f"block.{name} is {value!r}; it must be a number, or a list of numbers.") from None
     if name in FRACTIONS and not bool((values < 1).all()):
         raise UserError(f"block.{name} is {values.tolist()}; it must be at least 0 and below 1.")
-    if name in SIGNED and bool(torch.isfinite(values).all()):
-        return values
-    lowest = "positive" if name in STRICTLY_POSITIVE else "not negative"
-    legal = values > 0 if name in STRICTLY_POSITIVE else values >= 0
-    if not bool((torch.isfinite(values) & legal).all()):
-        raise UserError(f"block.{name} is {values.tolist()}; it must be finite and {lowest}.")
+    lowest, highest = RANGES.get(name, (SMALLEST if name in STRICTLY_POSITIVE else 0, LARGEST))
+    if not bool(((values >= lowest) & (values <= highest)).all()):
+        kind = "finite and positive" if lowest == SMALLEST else "finite"
+        raise UserError(
+            f"block.{name} is {values.tolist()}; it must be {kind}, at least {lowest:g} and at most {highest:g}."
+        )
     return values

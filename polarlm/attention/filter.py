@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from polarlm.attention.kernels import AttentionOutput
 from polarlm.attention.mixer import Record, mean_visible
+from polarlm.attention.robust import AttentionOutput
 
 # Element-wise work per query-key pair and head: two precisions, the residual, the kernel and its logarithm.
 LOGIT_FLOPS = 16

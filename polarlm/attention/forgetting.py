@@ -48,22 +48,29 @@ class ForgetGate(nn.Module):
         log_forget = self(x)
         if context.record is not None:
             context.record["log_forget"] = log_forget
-        sums = log_forget.cumsum(-1)
+        sums = running_sum(log_forget, -1)
         if context.cache is None:
             return sums
         seen = context.cache.running.get(FORGOTTEN)
         if seen is not None:
             sums = torch.cat([seen.to(sums.dtype), sums + seen[..., -1:].to(sums.dtype)], dim=-1)
         context.cache.running[FORGOTTEN] = sums
-        decoder = getattr(context.cache, "decoder", None)
-        if decoder is not None:  # which has sums of its own and must know of these
-            decoder.remember(sums)
         return sums
 
     def flops_per_token(self, visible: float) -> int:
         """The gate's rows, and what is done to the `visible` pairs of a token."""
         rows = 0 if self.weight is None else 2 * self.weight.numel()
         return rows + int(PAIR_FLOPS * visible * len(self.offset))
+
+
+def running_sum(x: Tensor, axis: int) -> Tensor:
+    """Inclusive running sums; where deterministic algorithms are asked for also on a GPU, whose cumsum is not one."""
+    if not (x.is_cuda and torch.are_deterministic_algorithms_enabled()):
+        return x.cumsum(axis)
+    x, distance = x.transpose(axis, -1), 1
+    while distance < x.shape[-1]:  # sums over 2, 4, 8, ... tokens
+        x, distance = x + F.pad(x[..., :-distance], (distance, 0)), 2 * distance
+    return x.transpose(axis, -1)
 
 
 def forget_gate(kind: str, bias: Value, shape: MixerShape, *, raw_stream: bool = False) -> ForgetGate | None:

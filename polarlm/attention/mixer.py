@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from polarlm.attention.initialisation import Initialisation
+from polarlm.operations import open_door
 
 Rotary = tuple[Tensor, Tensor]  # cosine and sine tables (T, rotary_dim/2), or (B, T, rotary_dim/2) with documents
 Record = dict[str, Any]
@@ -54,9 +55,7 @@ class KeyValueCache:
         magnitude: bool = False,
     ) -> None:
         self.length = 0
-        self.decoder: Any = None  # polarlm/attention/decoding.py: made at the first single token that asks for one
-        self.asked = False
-        self.layer: Any = None  # polarlm/model/decoding.py: likewise for the whole layer; False: it takes the long way
+        self.decoder: Any = None  # polarlm/fast: made at the first single token; False: the layer has none
         self.running: dict[str, Tensor] = {}  # what a mixer carries from token to token beside these, rows first
         self.keys = torch.zeros(batch, heads, length, head_dim, device=device, dtype=dtype)
         self.values = torch.zeros_like(self.keys)
@@ -100,13 +99,16 @@ class Mixer(nn.Module):
     project_stream = "none"  # one of STREAM_PROJECTIONS
     tie_output = False  # True: W_o is not a matrix of its own but W_v transposed
     rotate_values = False  # True: values are transported like keys; diagnostics compares directions in one frame
+    normalised_weights = True  # False: recorded weights do not sum to 1 (sigmoid attention); W v = mean holds for all
     calibrated = True  # False: W_o keeps the scale it was built with
+    backend = "auto"  # of robust attention
     input_rms = 1.0  # of the stream a fresh model hands over
     qkv: nn.Linear  # of most mixers: all three projections in one
     out: nn.Linear  # W_o, whose output is added to the residual stream
 
     def __init__(self, shape: MixerShape) -> None:
         super().__init__()
+        open_door()
         self.shape = shape
         self.forget: Any = None  # a ForgetGate where the past fades
 
@@ -122,14 +124,6 @@ class Mixer(nn.Module):
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> KeyValueCache:
         """An empty cache for `length` tokens."""
         return KeyValueCache(batch, self.shape.n_kv_head, length, self.rotary_dim, device, dtype)
-
-    def decoder(self, x: Tensor, context: TokenContext) -> Any:
-        """What decodes x (B, 1, d) in one native call (polarlm/attention/decoding.py), or None: the ordinary pass."""
-        return None
-
-    def projections(self) -> tuple[nn.Linear, ...]:
-        """The one or two maps that give such a decoder q, k and v side by side."""
-        return (self.qkv,)
 
     def flops_per_token(self, context: int) -> int:
         """Forward floating-point operations per token, averaged over the causal positions of a context."""

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from polarlm.attention.frequencies import Turns
 from polarlm.attention.mixer import MixerShape, TokenContext
-from polarlm.attention.rows import on_sphere, rotate
 from polarlm.attention.standard import StandardAttention
+from polarlm.geometry.sphere import on_sphere
+from polarlm.geometry.transport import rotate
 
 
 class NormalisedAttention(StandardAttention):

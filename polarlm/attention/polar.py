@@ -18,23 +18,12 @@ from torch import Tensor, nn
 
 from polarlm.attention.additions import HeadGate, ValueResidual
 from polarlm.attention.content_transport import TRANSPORTS, CommonFrame, ContentTransport
-from polarlm.attention.decoding import decode, decoder_for
 from polarlm.attention.estimator import FRACTIONS, Estimator, Value, choice
 from polarlm.attention.filter import gate_flops, record_estimate, robust_flops, widening_flops
 from polarlm.attention.forgetting import forget_gate
 from polarlm.attention.frequencies import Frequencies
 from polarlm.attention.initialisation import linear
-from polarlm.attention.kernels import (
-    CONSENSUS,
-    PLAIN_KERNELS,
-    RADIAL_CORRELATIONS,
-    AttentionOutput,
-    RobustCall,
-    check_residual_form,
-    robust_attention,
-)
 from polarlm.attention.mixer import STREAM_PROJECTIONS, KeyValueCache, Mixer, MixerShape, TokenContext, mean_visible
-from polarlm.attention.polar_decoding import polar_recipe
 from polarlm.attention.polar_inputs import project_inputs, turned_inputs
 from polarlm.attention.polar_noise import (
     PARAMETERS,
@@ -57,14 +46,23 @@ from polarlm.attention.polar_switches import (
     check_tie,
     check_transport,
     check_uncertainty,
+    idle_settings,
     idle_switches,
 )
-from polarlm.attention.rows import on_sphere, tangent_step
+from polarlm.attention.robust import (
+    CONSENSUS,
+    PLAIN_KERNELS,
+    RADIAL_CORRELATIONS,
+    AttentionOutput,
+    RobustCall,
+    check_residual_form,
+    robust_attention,
+)
 from polarlm.attention.tied_output import make_orthonormal, tied_output
 from polarlm.attention.uncertainty import prior_of, remembered, unused_here
 from polarlm.geometry import project
-from polarlm.geometry.multihead import PROJECTIONS, Projection
-from polarlm.geometry.sphere import Field
+from polarlm.geometry.multihead import PROJECTIONS, Projection, tangent_step
+from polarlm.geometry.sphere import Field, on_sphere
 
 
 class PolarAttention(Mixer):
@@ -191,7 +189,8 @@ class PolarAttention(Mixer):
             # Of a fresh model's stream where this layer reads it: embedding plus what came before.
             self.input_rms = math.hypot(shape.stream_std, shape.initial.added_rms(d, shape.layer))
         values["gain"] = torch.tensor(1 / self.input_rms)
-        idle = self.without_effect() | unused_here(shape.layer)
+        self._without_effect = idle_settings(self, given, values)
+        idle = idle_switches(self) | unused_here(shape.layer)
         # Magnitudes that do not decay have no rate, and variances that are not widened no share.
         idle |= {name for name in ("mu_r", "widen_q", "widen_k") if not values[name].any()}
         used = {name: value for name, value in values.items() if name not in idle}
@@ -204,11 +203,6 @@ class PolarAttention(Mixer):
 
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         """Algorithm 1, steps 1 to 8; steps 9 and 10 (residual, feed-forward) are the block's."""
-        decoder = self.decoder(x, context)
-        if decoder is not None and self.qk is not None:
-            q, k = self.qk(x).split([self.rotary_dim * n for n in (self.shape.n_head, self.shape.n_kv_head)], dim=-1)
-            log_forget = None if self.forget is None else self.forget(x)
-            return self.out(decode(decoder, context, q, k, self.v(x), log_forget))
         parameters = self.estimator.read()
         frame = CommonFrame(self.frequencies(context))
         entered = turned_inputs(self, x, parameters, frame, context)  # steps 1 and 2 at once
@@ -284,11 +278,9 @@ class PolarAttention(Mixer):
         if record is None and prior is None and takes_tangent_step(self):
             change = None if output.m_bar is None else parameters["beta"] * (output.m_bar - m)
             turns, evidence = frame.turns.queries, output.log_evidence
-            step = tangent_step(
+            return tangent_step(
                 own, output.v_bar, alpha, *turns, self.projection, evidence, self.evidence_clamp, change
             )
-            if step is not None:
-                return step
         # Grouped value heads stand for each of their query heads (B, T, H, Dh).
         v_bar, wide = output.v_bar, torch.promote_types(own.dtype, torch.float32)
         group = v_bar.shape[1] // own.shape[1]
@@ -313,14 +305,6 @@ class PolarAttention(Mixer):
                 record["delta_m"] = delta_m
         return leave(step.transpose(1, 2)).transpose(1, 2)
 
-    def decoder(self, x: Tensor, context: TokenContext) -> Any:
-        """Of the recipe; the Gaussian kernel has none."""
-        return decoder_for(x, context, self.backend, lambda: polar_recipe(self))
-
-    def projections(self) -> tuple[nn.Linear, ...]:
-        """Queries with keys, and values."""
-        return (self.qk, self.v) if self.qk is not None else (self.v,)
-
     def _refined(self, call: RobustCall, parameters: dict[str, Tensor]) -> RobustCall:
         """One iteration of reweighting (Appendix E): what the keys agree on takes the query's place."""
         of_keys = replace(call, v=call.k, radial_mode="off", radial_correlation="qk", dropout=0.0, return_weights=False)
@@ -328,8 +312,8 @@ class PolarAttention(Mixer):
         return replace(call, q=q)
 
     def without_effect(self) -> set[str]:
-        """Parameters and switches that the other switches leave no use for; such parameters are not created."""
-        return idle_switches(self)
+        """Settings that the others leave no use for."""
+        return self._without_effect
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> KeyValueCache:
         """Rotated keys, values and their magnitudes."""

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from polarlm.attention.content_transport import CommonFrame
 from polarlm.attention.mixer import TokenContext, split_heads
-from polarlm.attention.products import sphere_heads
-from polarlm.attention.rows import on_sphere
+from polarlm.attention.projections import sphere_heads
+from polarlm.geometry.sphere import on_sphere
 
 if TYPE_CHECKING:
     from polarlm.attention.polar import PolarAttention
@@ -65,8 +65,9 @@ def turned_inputs(
     """q, k and v in the common frame and the magnitude (B, T), in one go; None where a switch asks for the long way."""
     usual = mixer.norm_position == "both" and mixer.norm_scope == "per_head" and mixer.norm_values
     bare = mixer.q_gain is None and mixer.value_residual is None and mixer.transport is None
+    bare = bare and mixer.frequencies.kind == "shared"
     if mixer.qk is None or not (usual and bare and mixer.rotate_values) or context.record is not None:
         return None
     heads, radius = (mixer.shape.n_head, mixer.shape.n_kv_head), parameters["radius"] * 0.5**0.5
-    made = sphere_heads(x, mixer.qk, mixer.v, heads, radius, *frame.turns.keys)
-    return None if made is None else (*made[:3], made[3].squeeze(-1))
+    q, k, v, m = sphere_heads(x, mixer.qk, mixer.v, heads, radius, *frame.turns.keys)
+    return q, k, v, m.squeeze(-1)

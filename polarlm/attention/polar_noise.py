@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polarlm.attention.estimator import NOISE_SPLIT, decay_rates, matched_variance, per_head, refuse_noiseless, scalar
-from polarlm.attention.kernels import DirectionalNoise, RadialNoise
+from polarlm.attention.robust import DirectionalNoise, RadialNoise
 from polarlm.errors import UserError
 
 CARRIED = ("prior_share", "context_power", "precision_0", "relax_a", "relax_b", "widen_q", "widen_k")

@@ -122,8 +122,31 @@ def check_consensus(
     return kind
 
 
+def idle_settings(mixer: PolarAttention, given: Mapping[str, Any], values: Mapping[str, Tensor]) -> set[str]:
+    """Settings of which no value makes a difference: idle switches, and what the values of others leave no use for."""
+    idle = idle_switches(mixer)
+    still = not bool(values["mu"].any())  # a rate of exactly 0 stays 0
+    # A common factor of all precisions cancels in the weights; evidence, gates and priors see it.
+    alone = mixer.shape.n_head == 1
+    weighed = (mixer.projection == "evidence" and not alone) or mixer.consensus != "none" or mixer.uncertainty != "none"
+    if mixer.kernel == "gaussian":
+        # Noise that is left open is matched to radius and tau: all of it (a common factor), or a part (the ratio).
+        left_open = [given[name] is None for name in ("eta_tk", "sigma_t0")]
+        matched = any(left_open) and (weighed or not (all(left_open) or still))
+        idle -= {"radius", "tau"} if matched else set()
+        if still and not weighed:
+            idle |= {"eta_tk", "sigma_t0"} | (set() if mixer.magnitude else {"m_inf"})
+    if still:
+        idle |= {"mu_spread"}
+        idle |= {"radial_flow", "m_eq"} if mixer.radial == "none" else set()
+        if not mixer.magnitude and mixer.radial_correlation == "one" and mixer.irls_steps == 1:
+            idle |= {"eta_rk", "sigma_r0", "mu_r"}  # equal magnitudes: the gate's two precisions cancel
+    idle |= {"projector"} if mixer.retract == "geodesic" else set()
+    return idle | ({"evidence_clamp", "norm_scope"} if alone else set())
+
+
 def idle_switches(mixer: PolarAttention) -> set[str]:
-    """Parameters and switches that the other switches leave no use for."""
+    """Parameters and switches that the other switches leave no use for; such parameters are not created."""
     idle = {"exponential": {"nu_t"}, "gaussian": {"nu_t", "tau", "eta_tq", "radius"}}.get(mixer.kernel, {"tau"})
     unused = {"none": set(RADIAL), "shared": set(RADIAL) - {"beta", "mu_r"}, "own": set()}[mixer.radial]
     idle |= unused if mixer.consensus == "none" else unused - {"eta_rk", "sigma_r0", "mu_r"}

@@ -7,13 +7,11 @@ influence of a key falls with its Mahalanobis distance from the query.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from polarlm.attention.additions import HeadGate, ValueResidual
-from polarlm.attention.decoding import decode, decoder_for
 from polarlm.attention.estimator import (
     Estimator,
     Value,
@@ -27,10 +25,10 @@ from polarlm.attention.estimator import (
 from polarlm.attention.filter import record_estimate, robust_flops
 from polarlm.attention.frequencies import Frequencies, Turns
 from polarlm.attention.initialisation import linear
-from polarlm.attention.kernels import PLAIN_KERNELS, DirectionalNoise, RobustCall, robust_attention
-from polarlm.attention.kernels.native_decode import Recipe
 from polarlm.attention.mixer import Mixer, MixerShape, TokenContext, merge_heads, split_heads
-from polarlm.attention.rows import SPHERE_EPS, on_sphere, rotate
+from polarlm.attention.robust import PLAIN_KERNELS, DirectionalNoise, RobustCall, robust_attention
+from polarlm.geometry.sphere import on_sphere
+from polarlm.geometry.transport import rotate
 
 PARAMETERS = ("nu", "eta_q", "eta_k", "sigma_0", "sigma_process", "mu", "tau")
 # Shares of a matched total variance: RFA starts "integrative", with measurement noise above process and floor.
@@ -72,6 +70,7 @@ class RobustFilterAttention(Mixer):
         self.kernel = choice("kernel", kernel, PLAIN_KERNELS)
         self.qk_norm, self.rotate_values = qk_norm, rotate_values
         self.decay_keys, self.decay_values, self.backend = decay_keys, decay_values, backend
+        self.normalised_weights = not decay_values
         self.frequencies = Frequencies(frequencies, shape, shape.head_dim)
         self.heads = (shape.n_head, shape.n_kv_head, shape.n_kv_head)  # of q, k, v
         self.qkv = linear(shape.d_model, sum(self.heads) * shape.head_dim, shape.initial.hidden(shape.d_model))
@@ -101,11 +100,7 @@ class RobustFilterAttention(Mixer):
 
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         """Rotate, estimate, aggregate, counter-rotate, W_o."""
-        sizes = [heads * self.shape.head_dim for heads in self.heads]
-        parts = self.qkv(x).split(sizes, dim=-1)
-        if decoder := self.decoder(x, context):
-            return self.out(decode(decoder, context, *parts))
-        q, k, v = (split_heads(part, heads) for part, heads in zip(parts, self.heads))
+        q, k, v = split_heads(self.qkv(x), sum(self.heads)).split(self.heads, dim=1)
         if self.qk_norm:  # |q|^2 = |k|^2 = d_h complex modes: half a unit per real channel
             _, q = on_sphere(q, 0.5**0.5)
             _, k = on_sphere(k, 0.5**0.5)
@@ -122,7 +117,7 @@ class RobustFilterAttention(Mixer):
             q_turned,
             k_turned,
             v_turned,
-            noise=self._noise(parameters),
+            noise=self.noise(parameters),
             kernel=self.kernel,
             decay_keys=self.decay_keys,
             decay_values=self.decay_values,
@@ -140,7 +135,8 @@ class RobustFilterAttention(Mixer):
             v_bar = v_bar * self.head_gate(x).transpose(1, 2).unsqueeze(-1)
         return self.out(merge_heads(v_bar))
 
-    def _noise(self, parameters: dict[str, Tensor]) -> DirectionalNoise:
+    def noise(self, parameters: dict[str, Tensor]) -> DirectionalNoise:
+        """Variances from the scalars."""
         mu = parameters["mu"]
         zero, process2 = torch.zeros_like(mu), parameters["sigma_process"].square()
         # sigma^2 (1 - E^2)/2mu -> sigma^2 lag: a head without decay, but with a process, decays this little instead.
@@ -154,27 +150,6 @@ class RobustFilterAttention(Mixer):
             nu=parameters.get("nu"),
             tau=parameters.get("tau"),
             process2=process2 / (2 * mu.clamp_min(SLOWEST_DECAY)),
-        )
-
-    def decoder(self, x: Tensor, context: TokenContext) -> Any:
-        """Of the recipe."""
-        return decoder_for(x, context, self.backend, self._recipe)
-
-    def _recipe(self) -> Recipe | None:
-        """What a layer decodes with; frequencies of its own and additions take the long way."""
-        if self.kernel == "student_mle" or self.frequencies.kind != "shared":
-            return None
-        if self.head_gate is not None or self.value_residual is not None:
-            return None
-        return Recipe(
-            heads=self.shape.n_head,
-            kernel=self.kernel,
-            noise=self._noise(self.estimator.read()),
-            rotate_values=self.rotate_values,
-            qk_radius=0.5**0.5 if self.qk_norm else 0.0,
-            eps=SPHERE_EPS,
-            decay_keys=self.decay_keys,
-            decay_values=self.decay_values,
         )
 
     def flops_per_token(self, context: int) -> int:

@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polarlm.attention.additions import HeadGate, ValueResidual
-from polarlm.attention.decoding import decode, decoder_for
 from polarlm.attention.estimator import Value, choice
 from polarlm.attention.forgetting import fading, forget_gate
 from polarlm.attention.frequencies import Frequencies, Turns
 from polarlm.attention.initialisation import linear
-from polarlm.attention.kernels import DirectionalNoise, RobustCall, robust_attention
-from polarlm.attention.kernels.native_decode import Recipe
 from polarlm.attention.mixer import (
     STREAM_PROJECTIONS,
     Mixer,
     MixerShape,
     TokenContext,
     mean_visible,
-    merge_heads,
     split_heads,
 )
-from polarlm.attention.products import rotated_heads
-from polarlm.attention.rows import rotate
+from polarlm.attention.projections import rotated_heads
+from polarlm.attention.robust import DirectionalNoise, RobustCall, robust_attention
 from polarlm.errors import UserError
 from polarlm.geometry.robust import causal_mask
+from polarlm.geometry.transport import rotate
 
 
 class StandardAttention(Mixer):
     """Causal multi-head attention of a pre-norm GPT; `rotate_values` transports values like keys (RoVE)."""
-
-    backend = "auto"  # of robust attention, which forgetting goes through
 
     def __init__(
         self,
@@ -71,18 +64,11 @@ class StandardAttention(Mixer):
 
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         """y_i = sum_j softmax(q_i . k_j / sqrt(Dh)) v_j, per head, then W_o."""
-        if decoder := self.decoder(x, context):
-            log_forget = None if self.forget is None else self.forget(x)
-            q, k, v = self._projected(x)
-            return self.out(decode(decoder, context, q, k, v, log_forget))
         turns: Turns = self.frequencies(context)
-        placed = None
         if self._only_turns() and context.record is None:
-            placed = rotated_heads(x, self.qkv, self.heads, *turns.queries)
-        if placed is not None:
-            q_turned, k_turned, v = placed
+            q_turned, k_turned, v = rotated_heads(x, self.qkv, self.heads, *turns.queries)
         else:
-            q, k, v = (split_heads(part, heads) for part, heads in zip(self._projected(x), self.heads))
+            q, k, v = split_heads(self.qkv(x), sum(self.heads)).split(self.heads, dim=1)
             if self.q_norm is not None and self.k_norm is not None:
                 wide = torch.promote_types(v.dtype, torch.float32)  # norms are fp32 or better
                 q, k = self.q_norm(q.to(wide)).to(v.dtype), self.k_norm(k.to(wide)).to(v.dtype)
@@ -110,14 +96,12 @@ class StandardAttention(Mixer):
             context.record.update(weights=weights, log_evidence=log_evidence)
         if self.head_gate is not None:
             update = update * self.head_gate(x).transpose(1, 2).unsqueeze(-1)
-        return self.out(merge_heads(update))
-
-    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.qkv(x).split([heads * self.shape.head_dim for heads in self.heads], dim=-1)
+        return self.out(update.transpose(1, 2).flatten(-2))
 
     def _only_turns(self) -> bool:
-        """Whether nothing but a rotation lies between the projection and the product."""
-        return self.q_norm is None and type(self).place is StandardAttention.place
+        """Whether nothing but one rotation of all heads lies between the projection and the product."""
+        shared = self.q_norm is None and self.frequencies.kind == "shared"
+        return shared and type(self).place is StandardAttention.place
 
     def place(self, q: Tensor, k: Tensor, turns: Turns, context: TokenContext) -> tuple[Tensor, Tensor]:
         """Queries and keys with their positions in them, ready for the product."""
@@ -131,33 +115,7 @@ class StandardAttention(Mixer):
         """What leaves the heads, from the aggregated values (B, H, T, Dh) and the token's own (B, G, T, Dh)."""
         return v_bar
 
-    def projection(self) -> str | None:
-        """What `combine` is called in geometry/multihead.py, for decoding; a block made from this one has to say so."""
-        return "none" if type(self) is StandardAttention else None
-
-    def decoder(self, x: Tensor, context: TokenContext) -> Any:
-        """Of the recipe."""
-        return decoder_for(x, context, self.backend, self._recipe)
-
-    def _recipe(self) -> Recipe | None:
-        """What a layer decodes with: soft-max attention is the exponential kernel of -2 q.k at precision 1."""
-        additions = (self.q_norm, self.head_gate, self.value_residual)
-        projection = self.projection()
-        if projection is None or self.frequencies.kind != "shared" or any(x is not None for x in additions):
-            return None
-        return Recipe(
-            heads=self.shape.n_head,
-            kernel="exponential",
-            noise=self._constant_precision(torch.device("cpu")),
-            rotate_values=self.rotate_values,
-            qk_radius=0.0,
-            eps=0.0,
-            residual_form="dot",
-            projection=projection,
-            forgets=self.forget is not None,
-        )
-
-    def _constant_precision(self, device: torch.device) -> DirectionalNoise:
+    def constant_precision(self, device: torch.device) -> DirectionalNoise:
         """With which robust attention's exponential kernel of -2 q.k is soft-max attention."""
         one = torch.ones(self.shape.n_head, device=device)
         return DirectionalNoise(0 * one, 0 * one, 0 * one, one, 0 * one, tau=one * 4 * self.shape.head_dim**-0.5)
@@ -168,9 +126,10 @@ class StandardAttention(Mixer):
             q,
             k,
             v,
-            self._constant_precision(q.device),
+            self.constant_precision(q.device),
             "exponential",
             residual_form="dot",
+            constant=True,
             forgotten=forgotten,
             documents=documents,
             dropout=self.shape.dropout if self.training else 0.0,
@@ -184,6 +143,10 @@ class StandardAttention(Mixer):
         mask = None if causal or queries == 1 else _mask(queries, keys, documents, q.device)
         if bias is not None:
             mask = (bias if mask is None else bias.masked_fill(~mask, float("-inf"))).to(q.dtype)
+        grouped = q.shape[1] != k.shape[1]
+        if grouped and mask is not None and q.is_cuda:  # no fused kernel takes both; the unfused one holds all pairs
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+            grouped = False
         return F.scaled_dot_product_attention(
             q,
             k,
@@ -191,7 +154,7 @@ class StandardAttention(Mixer):
             attn_mask=mask,
             is_causal=causal,
             dropout_p=self.shape.dropout if self.training else 0.0,
-            enable_gqa=self.shape.n_head != self.shape.n_kv_head,
+            enable_gqa=grouped,
         )
 
     def flops_per_token(self, context: int) -> int:

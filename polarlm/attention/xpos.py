@@ -9,9 +9,9 @@ from torch import Tensor
 
 from polarlm.attention.frequencies import Turns
 from polarlm.attention.mixer import MixerShape, TokenContext
-from polarlm.attention.rows import rotate
 from polarlm.attention.standard import StandardAttention
 from polarlm.errors import UserError
+from polarlm.geometry.transport import rotate
 
 GAMMA = 0.4  # the published shift
 

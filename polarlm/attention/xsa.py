@@ -30,9 +30,3 @@ class ExclusiveAttention(StandardAttention):
         groups = v_bar.unflatten(1, (own.shape[1], -1))  # (B, G, H/G, T, Dh)
         # Heads are an axis like any other here, so the single-vector projection applies to all of them at once.
         return project(own.unsqueeze(2).expand_as(groups), groups, mode="per_head").flatten(1, 2)
-
-    def projection(self) -> str | None:
-        """Removing a head's own direction is the projection of each head by itself."""
-        if type(self) is not ExclusiveAttention:
-            return None
-        return "per_head" if self.exclusive else "none"

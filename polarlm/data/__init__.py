@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from polarlm.data.corpus import Corpus, build_corpus
     from polarlm.data.module import LMDataModule
-    from polarlm.data.store.tokens import TokenStore
-    from polarlm.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+    from polarlm.data.store import TokenStore
+    from polarlm.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["Corpus", "LMDataModule", "TokenStore", "Tokenizer", "build_corpus", "load_tokenizer"]
 
@@ -16,9 +16,9 @@ _HOMES = {
     "Corpus": "corpus",
     "build_corpus": "corpus",
     "LMDataModule": "module",
-    "TokenStore": "store.tokens",
-    "Tokenizer": "tokenizers.tokenizer",
-    "load_tokenizer": "tokenizers.tokenizer",
+    "TokenStore": "store",
+    "Tokenizer": "tokenizer",
+    "load_tokenizer": "tokenizer",
 }
 
 

@@ -1,10 +1,11 @@
-"""Files that are either complete or absent (written beside, flushed, renamed), and what identifies their content."""
+"""Files that are either complete or absent, what identifies their content, and how far compressed ones may expand."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -50,10 +51,18 @@ def write_sorted_json(target: Path, value: Any) -> None:
     write_beside(target, (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode())
 
 
+def parse_json(text: str) -> Any:
+    """A JSON value whose strings can be written again: half of a pair of surrogates is a ValueError."""
+    value = json.loads(text)
+    if "\\u" in text or "\\U" in text:
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
 def json_or_none(path: Path) -> Any:
     """The value in a JSON file; None where the file is missing or damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
 
@@ -137,3 +146,61 @@ def file_sha256(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+ALWAYS_ALLOWED = 1 << 30  # bytes; whatever the ratio, every machine that trains has room for them
+LARGEST_RATIO = 200  # text reaches 3 to 10; what reaches more is one line again and again
+
+
+class ExpandsTooFar(UserError):
+    """A compressed file holds far more than its size lets expect."""
+
+
+def allowed_bytes(path: Path, agreed: int | None = None) -> int:
+    """To how many bytes a compressed file may expand; `agreed` is a size that the user named themselves."""
+    return max(ALWAYS_ALLOWED, LARGEST_RATIO * path.stat().st_size, agreed or 0)
+
+
+def allowed_in_memory(path: Path, agreed: int | None = None) -> int:
+    """The same for what is unpacked into memory at once: also at most half of what the machine has."""
+    allowed, memory = allowed_bytes(path, agreed), machine_memory()
+    return allowed if memory is None else min(allowed, memory // 2)
+
+
+def machine_memory() -> int | None:
+    """Bytes of memory that this machine (or its container) has; None where nobody says."""
+    if not hasattr(os, "sysconf"):  # Windows
+        return None
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with contextlib.suppress(OSError, ValueError):
+        sizes.append(int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
+    return min(sizes)
+
+
+def require_allowed(path: Path, size: int, allowed: int, what_to_do: str) -> None:
+    """Refuse a file whose content has, or says that it has, more than `allowed` bytes."""
+    if size > allowed:
+        raise ExpandsTooFar(
+            f"{path} has {megabytes(path.stat().st_size)} and expands to at least {megabytes(size)}; allowed are "
+            f"{megabytes(allowed)} ({megabytes(ALWAYS_ALLOWED)} or {LARGEST_RATIO} times its size, at once half of the "
+            f"memory at most), because it could fill memory or disk. {what_to_do}"
+        )
+
+
+class Expanded(io.RawIOBase):
+    """An opened compressed file that refuses to give out more than `allowed` bytes."""
+
+    def __init__(self, file: Any, path: Path, allowed: int, what_to_do: str):
+        self.file, self.path, self.allowed, self.what_to_do, self.size = file, path, allowed, what_to_do, 0
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read on and count."""
+        block = self.file.read(len(buffer))
+        self.size += len(block)
+        require_allowed(self.path, self.size, self.allowed, self.what_to_do)
+        buffer[: len(block)] = block
+        return len(block)

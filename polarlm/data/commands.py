@@ -11,11 +11,10 @@ import numpy as np
 
 from polarlm.columns import aligned
 from polarlm.data.corpus import Corpus, build_corpus, find_damage, prepared_corpus
-from polarlm.data.order.permutation import Permutation, key
-from polarlm.data.store.tokens import TokenStore
+from polarlm.data.order import Permutation, key
+from polarlm.data.store import TokenStore
 from polarlm.errors import UserError, did_you_mean
 from polarlm.locations import CONFIGS, choices_of, own_configs
-from polarlm.visible import visible_text
 
 _BAR = 40
 
@@ -104,7 +103,7 @@ def sample(options: argparse.Namespace) -> int:
         shown = store[begin : min(end, begin + options.tokens)]
         more = f" (first {len(shown):,} shown)" if len(shown) < end - begin else ""
         print(f"--- {options.split} document {place:,}: {end - begin:,} tokens{more}")
-        print(visible_text(corpus.tokenizer.decode(shown.tolist())))
+        print(corpus.tokenizer.decode(shown.tolist()))
     return 0
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from polarlm.data.probes import PROBES, Permutations, ProbeTask, Recall
+from polarlm.data.probes import PROBES, Induction, Permutations, ProbeTask, Recall, SelectiveCopying
 from polarlm.errors import UserError
 from polarlm.settings import read_settings, setting
 
@@ -22,7 +22,7 @@ class SplitConfig:
     """How documents are divided: the corpus's own files, a hash of each document, or the position in the text."""
 
     rule: str = setting("auto", choices=("auto", "own", "hash", "position"))
-    val: float = setting(0.05, at_least=0, below=1)
+    val: float = setting(0.05, above=0, below=1)
     test: float = setting(0.0, at_least=0, below=1)
 
 
@@ -33,8 +33,13 @@ class HubConfig:
     name: str = ""
     config: str | None = None
     revision: str | None = None
-    splits: Mapping[str, str] = setting(lambda: {"train": "train"})
+    splits: Mapping[str, str | None] = setting(lambda: {"train": "train"})
     fetch: str = setting("download", choices=("download", "stream"))
+
+    @property
+    def named_splits(self) -> dict[str, str]:
+        """Our name → theirs, of the splits that are used."""
+        return {ours: theirs for ours, theirs in self.splits.items() if theirs}
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,8 @@ class DataConfig:
     hub: HubConfig | None = None
     mqar: Recall | None = None
     permutations: Permutations | None = None
+    copying: SelectiveCopying | None = None
+    induction: Induction | None = None
     column: str = "text"
     document_separator: str | None = None
     document_start: str | None = None
@@ -95,6 +102,8 @@ def read_data_config(given: Mapping[str, Any]) -> DataConfig:
             f"data={config.name} is made of examples of one length: data.streaming, data.packing and data.max_bytes do "
             f"not apply to it; set data.{config.source}.examples instead."
         )
+    if config.source == "mixture":
+        require_parts(dict(config.parts or {}), dict(config.weights or {}))
     if config.document_start is not None:
         try:
             re.compile(config.document_start)
@@ -105,3 +114,15 @@ def read_data_config(given: Mapping[str, Any]) -> DataConfig:
     if config.document_separator == "":
         raise UserError("data.document_separator is empty; give the text between documents, or null for none.")
     return config
+
+
+def require_parts(parts: dict[str, Any], weights: dict[str, float]) -> None:
+    """Refuse a mixture without parts, or with parts that have no weight or are no text."""
+    if not parts or set(parts) != set(weights):
+        raise UserError(
+            f"data.weights must give a positive weight to every part: data.parts has {sorted(parts)}, data.weights has "
+            f"{weights}. For example data.weights={{{', '.join(f'{name}: 1' for name in sorted(parts) or ['name'])}}}."
+        )
+    for name, part in parts.items():
+        if read_data_config(part).probe is not None:
+            raise UserError(f"data.parts.{name} is a task with symbols of its own; it cannot be part of a mixture.")

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
+import re
 import shutil
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from polarlm.data.atomic import explained, json_or_none, locked, write_sorted_json
 from polarlm.data.config import SPLITS, DataConfig, read_data_config
-from polarlm.data.probes import ProbeTask, restore_probe
-from polarlm.data.read.source import Source, open_source
-from polarlm.data.read.splits import SplitPlan
-from polarlm.data.store.build import MANIFEST, build_store, corpus_fingerprint, partial_folder, read_manifest
-from polarlm.data.store.sections import SECTION_BYTES, shard_damage
-from polarlm.data.store.tokens import TokenStore
-from polarlm.data.tokenizers.config import TokenizerConfig, read_tokenizer_config
-from polarlm.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from polarlm.data.prepare import SECTION_BYTES, PrepareProgress, build_sections, leakage_report, shard_damage
+from polarlm.data.probes import ProbeTask, describe_probe, restore_probe
+from polarlm.data.source import Source, SplitPlan, SplitReader, open_source, plan_splits
+from polarlm.data.store import TokenStore
+from polarlm.data.tokenizer import (
+    Tokenizer,
+    TokenizerConfig,
+    WordTokenizer,
+    load_tokenizer,
+    make_tokenizer,
+    read_tokenizer_config,
+)
 from polarlm.errors import UserError
 
 # Stores up to this size are checked by checksum at every opening; larger ones when a file's size or time has changed.
@@ -118,8 +124,6 @@ def build_corpus(
     with explained(cache):
         cache.mkdir(parents=True, exist_ok=True)
     if config.source == "mixture":
-        from polarlm.data.order.mixture import build_mixture
-
         return build_mixture(config, tokens, cache, section_bytes)
     prepared, source, fingerprint, folder = _place(config, tokens, cache, section_bytes)
     corpus = _opened(folder)  # without the lock: a prepared cache may be read-only
@@ -134,6 +138,15 @@ def build_corpus(
         plan = SplitPlan(**json.loads((corpus.folder / "plan.json").read_text()))
         corpus.stream = (open_source(config, cache), plan)
     return corpus
+
+
+def corpus_in_cache(cache_dir: str | Path, fingerprint: str) -> Corpus | None:
+    """The prepared corpus of this fingerprint, opened without a look at its text; None where it is not in the cache."""
+    if not re.fullmatch(r"[0-9a-f]{64}", fingerprint):
+        return None
+    folders = Path(cache_dir).glob(f"*-{fingerprint[:12]}")
+    opened = (_opened(folder) for folder in folders)
+    return next((corpus for corpus in opened if corpus is not None and corpus.fingerprint == fingerprint), None)
 
 
 def prepared_corpus(data: Mapping[str, Any], tokenizer: Mapping[str, Any], cache_dir: str | Path) -> Corpus | None:
@@ -199,3 +212,208 @@ def find_damage(corpus: Corpus, thorough: bool = False) -> dict[str, str]:
         with contextlib.suppress(UserError):  # a read-only cache is checked at every opening
             write_sorted_json(seal, stats)
     return damage
+
+
+FORMAT = 2  # raise it when the meaning of stored files changes: older stores are then built anew
+MANIFEST = "manifest.json"
+
+
+def corpus_fingerprint(config: DataConfig, tokens: TokenizerConfig, source: Source, section_bytes: int) -> str:
+    """Hash of everything that decides which ids are stored where."""
+    parts = {
+        "format": FORMAT, "source": source.fingerprint(), "section_bytes": section_bytes, "split": asdict(config.split),
+        "tokenizer": tokens.identity(), "column": config.column, "separator": config.document_separator,
+        "start": config.document_start, "eos": config.append_eos, "newlines": config.newlines, "errors": config.errors,
+        "max_bytes": None, "name": config.name,
+    }  # fmt: skip
+    if config.max_bytes is not None:
+        parts["cut_at"] = config.max_bytes
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def partial_folder(folder: Path) -> Path:
+    """Where an unfinished build of `folder` lies."""
+    return folder.with_name(folder.name + ".partial")
+
+
+def build_store(
+    folder: Path, config: DataConfig, tokens: TokenizerConfig, source: Source, fingerprint: str, section_bytes: int
+) -> None:
+    """Build a corpus beside `folder`, or finish building it, and rename it into place."""
+    partial = partial_folder(folder)
+    with explained(partial):
+        partial.mkdir(parents=True, exist_ok=True)
+    plan = _plan(partial, source, config)
+    tokenizer = _tokenizer(partial, tokens, source, plan)
+    before = read_manifest(partial)
+    with PrepareProgress(config.name, _expected_bytes(source)) as progress:
+        sections = build_sections(partial, source, plan, tokenizer, progress, config.workers, section_bytes)
+    splits = _summaries(sections)
+    _check_not_empty(splits, config, source)
+    # A repaired store keeps its report: the hashes behind it were removed when it was first finished.
+    leakage = before["leakage"] if before else leakage_report(partial, len(sections))
+    manifest = {
+        "format": FORMAT, "name": config.name, "fingerprint": fingerprint, "dtype": tokenizer.dtype.str,
+        "tokenizer": {"kind": tokens.kind, "vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint},
+        "splits": splits, "split_rule": plan.rule, "leakage": leakage, "sections": len(sections),
+        "empty_documents": sum(section["empty_documents"] for section in sections),
+        "units": [unit.name for unit in source.units][:1000],
+    }  # fmt: skip
+    if config.probe is not None:
+        manifest["probe"] = describe_probe(config.source, config.probe)
+    write_sorted_json(partial / MANIFEST, manifest)
+    _sweep(partial, sections)
+    os.rename(partial, folder)
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """What a store says of itself; None where it says nothing or nothing that can be relied on."""
+    manifest = json_or_none(folder / MANIFEST)
+    try:
+        if not all(manifest[key] for key in ("name", "fingerprint", "dtype", "tokenizer", "splits")):
+            return None
+        for summary in manifest["splits"].values():
+            for shard in summary["shards"]:
+                if not all(isinstance(shard[key], str) for key in ("file", "documents_file", "sha256")):
+                    return None
+            if sum(shard["tokens"] for shard in summary["shards"]) != summary["tokens"]:
+                return None
+    except (AttributeError, KeyError, TypeError):
+        return None
+    return manifest
+
+
+def _plan(partial: Path, source: Source, config: DataConfig) -> SplitPlan:
+    path = partial / "plan.json"
+    if not isinstance(json_or_none(path), dict):
+        write_sorted_json(path, asdict(plan_splits(source, config.split)))
+    return SplitPlan(**json.loads(path.read_text()))
+
+
+def _tokenizer(partial: Path, tokens: TokenizerConfig, source: Source, plan: SplitPlan) -> Tokenizer:
+    folder = partial / "tokenizer"
+    if not folder.exists() and source.config.probe is not None:
+        _save(WordTokenizer(source.config.probe.words), folder)
+    elif not folder.exists():
+        _save(make_tokenizer(tokens, lambda train_only: _texts(source, plan, train_only)), folder)
+    return load_tokenizer(folder)
+
+
+def _save(tokenizer: Tokenizer, folder: Path) -> None:
+    beside = partial_folder(folder)
+    shutil.rmtree(beside, ignore_errors=True)
+    try:
+        tokenizer.save(beside)
+        os.rename(beside, folder)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+
+
+def corpus_texts(data: Mapping[str, Any], cache: Path, train_only: bool) -> Iterator[str]:
+    """The texts of an unprepared corpus, for a tokenizer that learns from several."""
+    config = read_data_config(data)
+    source = open_source(config, cache)
+    return _texts(source, plan_splits(source, config.split), train_only)
+
+
+def trained_tokenizer(
+    tokens: TokenizerConfig, parts: list[Mapping[str, Any]], cache: Path, texts: Callable[[bool], Iterator[str]]
+) -> Path:
+    """The folder of a tokenizer learned from several corpora; learned if missing."""
+    configs = [read_data_config(part) for part in parts]
+    prints = [corpus_fingerprint(config, tokens, open_source(config, cache), 0) for config in configs]
+    folder = cache / f"tokenizer-{tokens.kind}-{hashlib.sha256(''.join(prints).encode()).hexdigest()[:12]}"
+    if not folder.exists():
+        with locked(folder):
+            if not folder.exists():
+                _save(make_tokenizer(tokens, texts), folder)
+    return folder
+
+
+def _texts(source: Source, plan: SplitPlan, train_only: bool) -> Iterator[str]:
+    for piece in SplitReader(source, plan):
+        if piece.split == "train" or not train_only:
+            yield piece.text
+
+
+def _expected_bytes(source: Source) -> int | None:
+    hints = [unit.size_hint() for unit in source.units]
+    sizes = [hint for hint in hints if hint is not None]
+    total = sum(sizes) if len(sizes) == len(hints) else None
+    limit = source.config.max_bytes
+    return min(total, limit) if total is not None and limit else limit or total
+
+
+def _summaries(sections: list[dict[str, Any]]) -> dict[str, Any]:
+    splits: dict[str, Any] = {}
+    for split in SPLITS:
+        shards = [section["splits"][split] for section in sections if split in section["splits"]]
+        if sum(shard["tokens"] for shard in shards):
+            splits[split] = split_summary(shards)
+    return splits
+
+
+def split_summary(shards: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the shards of a split hold together."""
+    totals = {what: sum(shard[what] for shard in shards) for what in ("tokens", "documents", "bytes", "unknown")}
+    return {**totals, "shards": shards}
+
+
+def _check_not_empty(splits: dict[str, Any], config: DataConfig, source: Source) -> None:
+    where = ", ".join(str(unit.name) for unit in source.units[:3]) + (" …" if len(source.units) > 3 else "")
+    if not splits:
+        raise UserError(f"There is no text in {config.path or config.name} ({where}): every document is empty.")
+    for split in ("train", "val"):
+        if split not in splits and not (split == "val" and config.split.val == 0):
+            raise UserError(
+                f"The {split} split of {config.path or config.name} ({where}) is empty; the corpus is too small for "
+                f"data.split.val={config.split.val} and data.split.test={config.split.test}. Change these or add text."
+            )
+
+
+def _sweep(partial: Path, sections: list[dict[str, Any]]) -> None:
+    """Remove what only the build needed, and what an interrupted build left behind."""
+    shards = [shard for section in sections for shard in section["splits"].values()]
+    kept = {name for shard in shards for name in (shard["file"], shard["documents_file"])}
+    for file in partial.iterdir():
+        stored = file.suffix in (".bin", ".docs") and file.name in kept
+        if file.is_file() and file.suffix != ".json" and not stored:
+            file.unlink()
+
+
+def build_mixture(config: DataConfig, tokens: TokenizerConfig, cache: Path, section_bytes: int) -> Corpus:
+    """Prepare every part with one common tokenizer and join their splits."""
+    parts, weights = dict(config.parts or {}), dict(config.weights or {})
+    common: Mapping[str, Any] = asdict(tokens)
+    if tokens.kind in ("bpe", "char", "word"):
+        # Learned from all parts in turn, so that none of them decides the vocabulary alone.
+        texts = lambda train_only: _in_turn([corpus_texts(part, cache, train_only) for part in parts.values()])  # noqa: E731
+        common = {"kind": "file", "path": str(trained_tokenizer(tokens, list(parts.values()), cache, texts))}
+    corpora = [build_corpus(part, common, cache, section_bytes=section_bytes) for part in parts.values()]
+    first = corpora[0].manifest
+    identity = [[corpus.fingerprint for corpus in corpora], list(weights.values())]
+    manifest = {
+        "name": config.name, "fingerprint": hashlib.sha256(json.dumps(identity).encode()).hexdigest(),
+        "dtype": first["dtype"], "tokenizer": {**first["tokenizer"], "kind": tokens.kind},
+        "splits": {split: joined for split in SPLITS if (joined := _join(corpora, split))},
+        "leakage": {name: corpus.manifest["leakage"] for name, corpus in zip(parts, corpora)},
+    }  # fmt: skip
+    return Corpus(corpora[0].folder, manifest, [(corpus, weights[name]) for name, corpus in zip(parts, corpora)])
+
+
+def _join(corpora: Sequence[Corpus], split: str) -> dict[str, Any] | None:
+    summaries = [(corpus.folder.resolve(), s) for corpus in corpora if (s := corpus.manifest["splits"].get(split))]
+    if not summaries:
+        return None
+    # Absolute paths: the shards lie in the folders of the parts.
+    shards = [
+        {**shard, "file": str(folder / shard["file"]), "documents_file": str(folder / shard["documents_file"])}
+        for folder, summary in summaries for shard in summary["shards"]
+    ]  # fmt: skip
+    return split_summary(shards)
+
+
+def _in_turn(streams: Sequence[Iterator[str]]) -> Iterator[str]:
+    for texts in itertools.zip_longest(*streams):
+        yield from (text for text in texts if text is not None)

@@ -1,4 +1,4 @@
-"""Tasks made of symbols that ask one thing of a block: associative recall (MQAR) and state tracking (permutations).
+"""Tasks made of symbols that ask one thing of a block: recall (MQAR), state tracking, selective copying, induction.
 
 An example is one document of exactly `length` symbols. Its answers are a function of its symbols alone, so only the
 symbols are stored. Which split an example belongs to is decided by its content: no split contains another's examples.
@@ -15,8 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.data.order.permutation import mix
+from polarlm.data.order import EpochOrder, mix
+from polarlm.data.store import TokenStore
 from polarlm.errors import UserError
+from polarlm.ignored import IGNORED
 from polarlm.settings import read_settings, setting
 
 VERSION = 1  # raise it when examples change: prepared ones are then made anew
@@ -125,20 +127,22 @@ class Recall(ProbeTask):
 class Permutations(ProbeTask):
     """State tracking: every symbol is a permutation of n things, the answer is the product of all so far.
 
-    The word problem of Sₙ (Merrill & Sabharwal 2024, "The Illusion of State in State-Space Models"): S3 is solvable,
-    S5 is not, so no block of fixed depth tracks it at every length. p201 sends thing 0 to place 2, 1 to 0, 2 to 1.
+    The word problem of a group (Merrill, Petty & Sabharwal 2024, "The Illusion of State in State-Space Models"): S3 and
+    S4 are solvable, A5 (the even permutations of five things) and S5 are not, so no block of fixed depth tracks them at
+    every length. p201 sends thing 0 to place 2, 1 to 0, 2 to 1.
     """
 
-    group: str = setting("S3", choices=("S3", "S4", "S5"))
+    group: str = setting("S3", choices=("S3", "S4", "A5", "S5"))
 
     @cached_property
     def elements(self) -> list[tuple[int, ...]]:
-        """All permutations, in lexicographic order; the first is the identity."""
-        return list(itertools.permutations(range(int(self.group[1:]))))
+        """The group's permutations, in lexicographic order; the first is the identity."""
+        every = itertools.permutations(range(int(self.group[1:])))
+        return [element for element in every if self.group[0] == "S" or _is_even(element)]
 
     @cached_property
     def product(self) -> np.ndarray:
-        """(n!, n!) number of "first a, then b" at [a, b]."""
+        """(group, group) number of "first a, then b" at [a, b]."""
         number = {element: at for at, element in enumerate(self.elements)}
         return np.array([[number[tuple(b[i] for i in a)] for b in self.elements] for a in self.elements])
 
@@ -160,7 +164,91 @@ class Permutations(ProbeTask):
         return states + len(_SPECIAL), np.ones(tokens.shape, bool)
 
 
-PROBES: dict[str, type[ProbeTask]] = {"mqar": Recall, "permutations": Permutations}
+@dataclass(frozen=True)
+class SelectiveCopying(ProbeTask):
+    """Selective copying (Gu & Dao 2023, "Mamba"): symbols among noise, to be said again in their order at the end.
+
+    `remembered` symbols stand at random places among the noise "."; as many ">" close the example, and the answer at
+    each is the next of the symbols. Published: 4,096 symbols before the ">", 16 remembered, a vocabulary of 16 with the
+    noise. Where a symbol stands must not matter, so what copies by distance alone fails.
+    """
+
+    length: int = setting(256, at_least=4, at_most=1 << 16)
+    remembered: int = setting(16, at_least=1, at_most=1 << 12)
+    symbols: int = setting(15, at_least=1, at_most=1 << 13)
+
+    def __post_init__(self) -> None:
+        if 2 * self.remembered > self.length:
+            raise UserError(
+                f"data.copying.remembered={self.remembered} needs data.copying.length={2 * self.remembered} or more; "
+                f"it is {self.length}."
+            )
+
+    @property
+    def words(self) -> list[str]:
+        return [*_SPECIAL, ".", ">", *(f"s{n}" for n in range(self.symbols))]
+
+    @property
+    def counted(self) -> int:
+        return self.remembered
+
+    def draw(self, chance: np.random.Generator, count: int) -> np.ndarray:
+        noise, say, first = 2, 3, 4
+        read = self.length - self.remembered
+        tokens = np.full((count, self.length), noise)
+        tokens[:, read:] = say
+        places = np.sort(_distinct(chance, count, read, self.remembered), axis=1)
+        tokens[np.arange(count)[:, None], places] = first + chance.integers(0, self.symbols, places.shape)
+        return tokens
+
+    def answers(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        read = self.length - self.remembered
+        answers, asked = np.zeros_like(tokens), np.zeros(tokens.shape, bool)
+        asked[:, read:] = True
+        answers[:, read:] = tokens[:, :read][tokens[:, :read] > 3].reshape(len(tokens), self.remembered)
+        return answers, asked
+
+
+@dataclass(frozen=True)
+class Induction(ProbeTask):
+    """Induction heads (Olsson et al. 2022; Gu & Dao 2023): what came after the special symbol the first time?
+
+    Random symbols; the special one, "!", stands once among them and once more at the end, where the symbol that
+    followed it is asked for. Published: length 256, a vocabulary of 16 with the special symbol.
+    """
+
+    length: int = setting(256, at_least=4, at_most=1 << 16)
+    symbols: int = setting(15, at_least=2, at_most=1 << 13)
+
+    @property
+    def words(self) -> list[str]:
+        return [*_SPECIAL, "!", *(f"s{n}" for n in range(self.symbols))]
+
+    @property
+    def counted(self) -> int:
+        return 1
+
+    def draw(self, chance: np.random.Generator, count: int) -> np.ndarray:
+        special, first = 2, 3
+        tokens = first + chance.integers(0, self.symbols, (count, self.length))
+        tokens[np.arange(count), chance.integers(0, self.length - 2, count)] = special
+        tokens[:, -1] = special
+        return tokens
+
+    def answers(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        where = (tokens == 2).argmax(1)
+        answers, asked = np.zeros_like(tokens), np.zeros(tokens.shape, bool)
+        asked[:, -1] = True
+        answers[:, -1] = tokens[np.arange(len(tokens)), where + 1]
+        return answers, asked
+
+
+PROBES: dict[str, type[ProbeTask]] = {
+    "mqar": Recall,
+    "permutations": Permutations,
+    "copying": SelectiveCopying,
+    "induction": Induction,
+}
 
 
 def describe_probe(task: str, probe: ProbeTask) -> dict[str, Any]:
@@ -180,9 +268,43 @@ def _distinct(
     return np.argsort(-(log_weights + chance.gumbel(size=(count, among))), axis=1)[:, :wanted]
 
 
+def _is_even(element: tuple[int, ...]) -> bool:
+    """Whether a permutation swaps an even number of pairs."""
+    return sum(a > b for a, b in itertools.combinations(element, 2)) % 2 == 0
+
+
 def _classes(examples: np.ndarray) -> np.ndarray:
     """A class from 0 to 9 for every example, by its content alone."""
     state = np.zeros(len(examples), np.uint64)
     for column in examples.T:
         state = mix(state ^ column.astype(np.uint64))
     return (state % np.uint64(10)).astype(np.int64)
+
+
+class ExampleSequences:
+    """All examples of a split in every epoch, in an order of its own; padded where the context is longer."""
+
+    def __init__(self, store: TokenStore, probe: ProbeTask, context: int, seed: int):
+        if context < probe.length:
+            raise UserError(
+                f"model.context={context} is shorter than the examples, which have {probe.length} symbols; set "
+                f"model.context={probe.length}."
+            )
+        self.store, self.probe, self.context = store, probe, context
+        self.order = EpochOrder(len(store) // probe.length, seed)
+
+    def counted(self, numbers: np.ndarray) -> np.ndarray:
+        """Answers asked for in each sequence."""
+        return np.full(len(numbers), self.probe.counted)
+
+    def rows(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, None]:
+        """(tokens, targets, None) of the given sequence numbers."""
+        return *self.examples(self.order(numbers)[1]), None
+
+    def examples(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, targets) of the examples at the given places of the split, padded to the context."""
+        symbols = self.store.windows(places * self.probe.length, self.probe.length)
+        answers, asked = self.probe.answers(symbols)
+        room = ((0, 0), (0, self.context - self.probe.length))
+        targets = np.where(asked, answers, IGNORED)
+        return np.pad(symbols, room, constant_values=PADDING), np.pad(targets, room, constant_values=IGNORED)

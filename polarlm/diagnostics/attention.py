@@ -15,7 +15,8 @@ def attention_values(layer: Layer) -> dict[str, Tensor]:
     """Per-head numbers (H,) of one layer, without the leading `attention/`; means over all queries."""
     a = layer.weights
     tokens = a.shape[-1]
-    entropy = -torch.special.xlogy(a, a).sum(-1)  # nats
+    shares = a / a.sum(-1, keepdim=True).clamp_min(TINY)  # of blocks whose weights do not sum to 1
+    entropy = -torch.special.xlogy(shares, shares).sum(-1)  # nats
     index = torch.arange(tokens, device=a.device)
     seen = layer.visible.expand(a.shape[0], -1, -1)  # (B, T, T)
     first = seen.to(a.dtype).argmax(-1)  # first visible token: 0, or the start of the document

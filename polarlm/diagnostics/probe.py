@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -57,7 +57,8 @@ class Probe:
     def row(self, step: int, tokens: int) -> dict[str, Any]:
         """The line of diagnostics/probe.jsonl."""
         head = {"step": step, "tokens": tokens, "layers": self.layers, "heads": self.heads}
-        return {**head, "values": self.values, "profiles": self.profiles}
+        histograms = {name: [asdict(layer) for layer in layers] for name, layers in self.histograms.items()}
+        return {**head, "values": self.values, "profiles": self.profiles, "histograms": histograms}
 
 
 @torch.no_grad()
@@ -181,7 +182,7 @@ def _finite(tree: Any) -> Any:
 
 def _histogram(sample: Tensor) -> Histogram:
     counts, edges = torch.histogram(sample.flatten().float().cpu(), bins=BINS)
-    return Histogram([int(n) for n in counts.tolist()], edges.tolist())
+    return Histogram([int(n) for n in counts.tolist()], [float(f"{edge:.7g}") for edge in edges.tolist()])
 
 
 def _flatten(values: dict[str, Any]) -> Iterator[tuple[str, Number]]:

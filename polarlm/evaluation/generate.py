@@ -27,14 +27,16 @@ class Sampling:
 
     def __post_init__(self) -> None:
         checks = {
-            "temperature": self.temperature >= 0,
+            "temperature": self.temperature == 0 or self.temperature >= 1e-3,
             "top_k": self.top_k is None or self.top_k >= 1,
             "top_p": self.top_p is None or 0 < self.top_p <= 1,
             "min_p": self.min_p is None or 0 <= self.min_p <= 1,
             "repetition_penalty": self.repetition_penalty > 0,
             "seed": -(2**63) <= self.seed < 2**63,
         }
-        allowed = "temperature ≥ 0, top_k ≥ 1, 0 < top_p ≤ 1, 0 ≤ min_p ≤ 1, repetition_penalty > 0, |seed| < 2^63"
+        allowed = (
+            "temperature 0 or ≥ 0.001, top_k ≥ 1, 0 < top_p ≤ 1, 0 ≤ min_p ≤ 1, repetition_penalty > 0, |seed| < 2^63"
+        )
         for name, right in checks.items():
             if not right:
                 raise UserError(f"{name}={getattr(self, name)} is not possible; allowed are {allowed}")

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from polarlm.geometry.sphere import Field
-from polarlm.geometry.transport import to_complex, to_real
+from polarlm.geometry.transport import rotate, to_complex, to_real
+from polarlm.operations import operation
 
 Projection = Literal["none", "per_head", "global", "evidence"]
 PROJECTIONS: tuple[str, ...] = ("none", "per_head", "global", "evidence")
@@ -44,6 +45,25 @@ def project(
             raise ValueError("projection mode 'evidence' needs log_evidence (..., H); got None")
         return project_evidence(v, v_bar, log_evidence, clamp)
     raise ValueError(f"unknown projection mode {mode!r}; choose one of {', '.join(PROJECTIONS)}")
+
+
+@operation
+def tangent_step(
+    v: Tensor, v_bar: Tensor, scale: Tensor, cos: Tensor, sin: Tensor, projection: Projection = "per_head",
+    evidence: Tensor | None = None, clamp: float | None = None, change: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """scale project(v, v_bar) + change v of every token, rotated back: (B, T, H, Dh).
+
+    v (B, G, T, Dh) and v_bar (B, H, T, Dh) are in the common frame, a value head stands for each of its query heads;
+    `evidence` (B, H, T) and its `clamp` are the projection's, `change` (B, T) is that of the magnitude.
+    """
+    wide, group = torch.promote_types(v.dtype, torch.float32), v_bar.shape[1] // v.shape[1]
+    own = (v if group == 1 else v.repeat_interleave(group, dim=1)).transpose(1, 2).to(wide)
+    log_evidence = None if evidence is None else evidence.transpose(1, 2)
+    step = scale * project(own, v_bar.transpose(1, 2).to(wide), log_evidence, projection, clamp)
+    if change is not None:
+        step = step + change[..., None, None] * own
+    return rotate(step.transpose(1, 2), cos, sin, inverse=True).transpose(1, 2)
 
 
 def project_per_head(v: Tensor, v_bar: Tensor) -> Tensor:

@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 
 from polarlm.geometry.transport import to_complex, to_real
+from polarlm.operations import operation
 
 Field = Literal["real", "complex"]
+# Only keeps the zero vector finite: a fresh un-normalised stream is small but meaningful.
+SPHERE_EPS = 1e-12
 
 
 def radial_part(u: Tensor, x: Tensor, field: Field = "real") -> Tensor:
@@ -47,6 +50,21 @@ def tangential_projector(u: Tensor, field: Field = "real") -> Tensor:
 def normalise(x: Tensor, radius: float | Tensor = 1.0) -> Tensor:
     """Norm(x): the nearest point of the sphere of the given radius."""
     return x * (radius / _norm(x))
+
+
+@operation
+def on_sphere(x: Tensor, radius: Tensor | float) -> tuple[Tensor, Tensor]:
+    """RMS magnitude (..., 1) of the last axis, and x at per-channel RMS `radius`; fp32 or better inside."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    rms = (wide.square().mean(-1, keepdim=True) + SPHERE_EPS).sqrt()
+    return rms, (wide * (radius / rms)).to(x.dtype)
+
+
+@operation
+def add_tangential(x: Tensor, step: Tensor) -> Tensor:
+    """x + P_T(x) step: the stream takes no more of a step than is orthogonal to it; fp32 or better inside."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x + tangential_part(x.to(wide), step.to(wide)).to(step.dtype)
 
 
 def retract(u: Tensor, step: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from polarlm.operations import operation
+
 
 def rotary_frequencies(
     dim: int, base: float = 10000.0, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
@@ -39,6 +41,7 @@ def phase_tables(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor
     return phase.cos(), phase.sin()
 
 
+@operation
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
     """Rotate every mode of x (..., T, dim) by +phase, or by -phase with inverse=True; norms are unchanged.
 

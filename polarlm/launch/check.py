@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from dataclasses import fields
 from typing import Any
 
 from polarlm.data.config import DataConfig, read_data_config
 from polarlm.errors import UserError, did_you_mean
-from polarlm.launch.schema import OPEN_GROUPS, EvalSettings, TrainSettings, group_schemas
+from polarlm.launch.schema import OPEN_GROUPS, SECTIONED_GROUPS, EvalSettings, TrainSettings, group_schemas
 from polarlm.locations import choices_of
 from polarlm.model.config import GPTConfig
 from polarlm.settings import check_value, plain_settings
+
+LEAST_TEMPERATURE = 1e-3  # logits divided by less are no numbers
 
 
 def check_train(config: dict[str, Any], shipped: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -30,7 +34,9 @@ def check_train(config: dict[str, Any], shipped: dict[str, Any] | None = None) -
     for group, schema in schemas.items():
         checked[group] = plain_settings(schema, config[group], group)
     for group in OPEN_GROUPS:
-        checked[group] = check_open(group, config[group], (shipped or config)[group])
+        checked[group] = check_open(group, config[group], (shipped or config)[group], OPEN_GROUPS[group])
+    for group, schema in SECTIONED_GROUPS.items():
+        checked[group] = check_sections(group, config.get(group) or {}, (shipped or config).get(group) or {}, schema)
     for key in config.keys() - checked.keys() - {"choices"}:
         warnings.warn(f"The setting '{key}' is not known to polarlm and has no effect", stacklevel=2)
     check_relations(checked)
@@ -55,14 +61,25 @@ def check_eval(config: dict[str, Any], shipped: dict[str, Any] | None = None) ->
     return checked if data is None else {**checked, "data": plain_settings(DataConfig, data, "data")}
 
 
-def check_open(group: str, given: Any, shipped: dict[str, Any]) -> dict[str, Any]:
+def check_sections(group: str, given: Any, shipped: dict[str, Any], schema: type) -> dict[str, Any]:
+    """A group of which several may be chosen: a section per choice, each naming a class."""
+    if not isinstance(given, dict):
+        raise UserError(f"{group}={given!r} must be a choice, or several: {group}=[{', '.join(choices_of(group)[:2])}]")
+    checked = {}
+    for name, section in given.items():
+        if name not in shipped:
+            raise UserError(f"{group}.{name} is not chosen. {did_you_mean(name, shipped)}Add it with {group}=[…]")
+        checked[name] = check_open(f"{group}.{name}", section, shipped[name], schema)
+    return checked
+
+
+def check_open(group: str, given: Any, shipped: dict[str, Any], schema: type) -> dict[str, Any]:
     """A group that names a class: known keys by the group's schema, others by the type of their default in the yaml.
 
     So a new block, optimiser or schedule is a Python file and a yaml; its class checks what its schema does not know.
     """
     if not isinstance(given, dict) or "_target_" not in given:
         raise UserError(f"{group} must name a class as its _target_; choose one with {group}=…")
-    schema = OPEN_GROUPS[group]
     known = {f.name for f in fields(schema)}
     checked = {}
     for key, value in given.items():
@@ -97,9 +114,31 @@ def _like(key: str, value: Any, default: Any) -> Any:
     return value
 
 
+def require_memory(config: dict[str, Any]) -> None:
+    """Refuse a model whose training step this machine cannot hold, before anything of it is built."""
+    from polarlm.data.atomic import machine_memory, megabytes
+    from polarlm.training.batching import plan_run
+
+    trainer, memory = config["trainer"], machine_memory()
+    size = GPTConfig(vocab_size=config["tokenizer"].get("vocab_size") or 1, **config["model"])
+    accelerated = trainer["accelerator"] in ("gpu", "cuda", "mps") or sys.platform != "linux"
+    accelerated |= trainer["accelerator"] == "auto" and any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
+    needed = 4 * size.least_parameters()  # the weights; they are made here wherever they go
+    if not accelerated:  # gradients, two moments, and what the forward pass keeps
+        kept = 1 if size.checkpointing else size.n_layer
+        plan = plan_run(config)[0]
+        needed = 4 * needed + 4 * plan.micro * plan.context * kept * size.channels_per_layer()
+    if memory is not None and needed > memory:
+        raise UserError(
+            f"The model needs at least {megabytes(needed)} of memory, this machine has {megabytes(memory)}; choose a "
+            "smaller model.d_model, model.n_layer, model.n_head, model.head_dim, model.ffn_mult, model.ffn_width or "
+            "trainer.micro_batch_tokens"
+        )
+
+
 def check_relations(config: dict[str, Any]) -> None:
     """What must fit together: head sizes, batch and context, warm-up and length, splits."""
-    from polarlm.data.tokenizers.config import read_tokenizer_config
+    from polarlm.data.tokenizer import read_tokenizer_config
     from polarlm.training.batching import plan_run
     from polarlm.training.schedules import build_schedule
 
@@ -111,6 +150,16 @@ def check_relations(config: dict[str, Any]) -> None:
             "allowed there: auto, 32-true, bf16-mixed, bf16-true."
         )
     GPTConfig(vocab_size=1, **config["model"])
+    if (decay := config["optim"].get("lr", 0) * config["optim"].get("weight_decay", 0)) > 1:
+        raise UserError(
+            f"optim.lr × optim.weight_decay is {decay:g}, so that weights would change their sign in every step; "
+            "choose a product of at most 1."
+        )
+    if 0 < config["sample"]["temperature"] < LEAST_TEMPERATURE:
+        raise UserError(
+            f"sample.temperature={config['sample']['temperature']} must be 0 (the most likely token) or at least "
+            f"{LEAST_TEMPERATURE}."
+        )
     plan, steps = plan_run(config)
     build_schedule(config["schedule"], steps * plan.tokens)
     read_data_config(config["data"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import platform
 import shutil
@@ -79,10 +80,15 @@ def precisions() -> Iterator[Check]:
     import torch
 
     from polarlm.training.hardware import choose_accelerator, choose_precision
+    from polarlm.training.machine import SIZE, cpu_speed
 
     where = choose_accelerator("auto")
+    if where == "cpu":  # the very numbers that trainer.precision=auto decides by: a second measurement would differ
+        speed = cpu_speed()
+        for name, flops in (("float32", speed.fp32), ("bfloat16", speed.bf16)):
+            yield "ok", name, f"{flops / 1e9:,.3g} GFLOP/s ({SIZE} × {SIZE}, {torch.get_num_threads()} threads)"
     size = 4096 if where == "cuda" else 256
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16) if where != "cpu" else ():
         name = str(dtype).removeprefix("torch.")
         a = torch.randn(size, size, device=where).to(dtype)
         try:
@@ -99,7 +105,10 @@ def native() -> Iterator[Check]:
     """Whether the C++ kernels can be compiled, or lie ready."""
     import torch
 
-    from polarlm.attention.kernels.native_backend import unbuilt
+    if not has_kernels():
+        yield "n/a", "C++ kernels", "this installation has no polarlm/fast; everything runs in plain torch"
+        return
+    from polarlm.fast.native_backend import unbuilt
 
     began = time.perf_counter()
     reason = unbuilt(torch.float32)
@@ -107,6 +116,11 @@ def native() -> Iterator[Check]:
         yield "ok", "C++ kernels", f"ready after {time.perf_counter() - began:.1f} s"
     else:
         yield "warning", "C++ kernels", f"{reason}; attention on a CPU runs in plain torch, several times slower"
+
+
+def has_kernels() -> bool:
+    """Whether polarlm/fast is installed; nothing but speed depends on it."""
+    return importlib.util.find_spec("polarlm.fast") is not None
 
 
 def compiler() -> Iterator[Check]:
@@ -128,8 +142,10 @@ def compiler() -> Iterator[Check]:
 
 def backends() -> Iterator[Check]:
     """Every attention backend against the reference: largest difference of outputs and gradients, and time."""
-    from polarlm.attention.kernels import BACKENDS
-    from polarlm.attention.kernels.selfcheck import check, passes, small_call
+    if not has_kernels():
+        return
+    from polarlm.fast.backends import BACKENDS
+    from polarlm.fast.selfcheck import check, passes, small_call
     from polarlm.training.hardware import choose_accelerator
 
     where = choose_accelerator("auto")

@@ -13,11 +13,11 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from polarlm.errors import UserError, did_you_mean
-from polarlm.launch.processes import watch_parent
-from polarlm.launch.sweep import failed_jobs, print_sweep_plan, print_sweep_summary
+from polarlm.errors import JobsLeft, UserError, did_you_mean, is_wrong_input, typed_command
+from polarlm.jobs import sweep
+from polarlm.jobs.processes import watch_parent
 from polarlm.quick_start import skip_unused_libraries
-from polarlm.visible import visible_text
+from polarlm.visible import visible_stdout, visible_text
 
 Task = Callable[[DictConfig], float]
 
@@ -42,7 +42,8 @@ def evaluate(arguments: Sequence[str] | None = None) -> None:
 
         return evaluate_run(cfg)
 
-    run(task, "eval", as_lists(sys.argv[1:] if arguments is None else arguments))
+    typed = as_lists(sys.argv[1:] if arguments is None else arguments)
+    run(task, "eval", ["trust_data=true" if argument == "--trust-data" else argument for argument in typed])
 
 
 def run(task: Task, config_name: str, arguments: Sequence[str] | None = None) -> None:
@@ -65,14 +66,16 @@ def run(task: Task, config_name: str, arguments: Sequence[str] | None = None) ->
             multirun, show_only = "multirun" in flags, bool(flags & SHOWING)
             overrides = check_command_line(config_name, overrides, multirun=multirun, show_only=show_only)
         sys.argv = [typed[0], *others, *overrides]
-        with ended_by_its_reader() if flags & SHOWING else contextlib.nullcontext():
+        with ended_by_its_reader() if flags & SHOWING else contextlib.nullcontext(), visible_stdout():
             start(_job(task, typed), config_name)
+    except JobsLeft:
+        pass
     except (Exception, KeyboardInterrupt) as error:
-        print_sweep_summary()
-        fail(failed_jobs() or error if isinstance(error, Exception) else error)
+        sweep.print_sweep_summary()
+        fail(sweep.failed_jobs() or error if isinstance(error, Exception) else error)
     finally:
         sys.argv = typed
-    print_sweep_summary()
+    sweep.print_sweep_summary()
 
 
 _debug = False
@@ -97,23 +100,55 @@ def check_command_line(config_name: str, overrides: list[str], *, multirun: bool
 
     plan = plan_jobs(config_loader(), config_name, overrides, multirun=multirun)
     if plan.multirun and not show_only:
-        print_sweep_plan(plan, config_name)
+        sweep.print_sweep_plan(plan, config_name)
     return plan.overrides
 
 
 def print_help(config_name: str) -> None:
     """`--help`: Hydra's own would also list what cannot be chosen here."""
-    from polarlm.launch.help import help_text
     from polarlm.launch.overrides import config_loader
 
     print(help_text(config_loader(), config_name))
+
+
+def help_text(loader: Any, config_name: str) -> str:
+    """`train --help`: the text of the yaml, the choices that can be typed, the command as typed."""
+    import string
+
+    from polarlm.launch.overrides import compose
+
+    hydra = compose(loader, config_name, []).hydra
+    # Groups of Hydra's and of other commands (`polarlm study`) cannot be chosen here.
+    names = sorted(name for name in hydra.runtime.choices if not name.startswith("hydra"))
+    lines = [_choices(name, sorted(loader.get_group_options(name))) for name in names]
+    if config_name == "train":
+        lines.append(_choices("hydra/launcher", ["basic", "joblib", "local", "slurm"]))  # how a sweep's jobs are run
+    text = string.Template(hydra.help.template).safe_substitute(APP_CONFIG_GROUPS="\n".join(lines) + "\n")
+    for verb in ("train", "eval"):
+        text = text.replace(f"python {verb}.py", typed_command(verb))
+    return text
+
+
+def _choices(name: str, options: list[str]) -> str:
+    import shutil
+    import textwrap
+
+    width = max(60, min(shutil.get_terminal_size().columns, 120))
+    return textwrap.fill(
+        f"{name}: {', '.join(options)}",
+        width,
+        initial_indent="  ",
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def start(task: Task, config_name: str) -> None:
     """Hand over to Hydra, which reads sys.argv."""
     import hydra
 
-    from polarlm.launch.plugins import register_plugins
+    from polarlm.launch.overrides import register_plugins
     from polarlm.locations import CONFIGS
 
     register_plugins()
@@ -137,6 +172,10 @@ def split_arguments(arguments: list[str]) -> tuple[set[str], list[str]]:
     parser.error = refuse  # type: ignore[method-assign, assignment]
     options = vars(parser.parse_intermixed_args(arguments))
     overrides = options.pop("overrides")
+    if options.get("experimental_rerun"):
+        raise UserError("--experimental-rerun would execute a pickle; give the same command again to continue a run")
+    if options.get("resolve") and not options.get("cfg"):
+        raise UserError("--resolve only changes what --cfg prints; write --cfg job --resolve")
     return {name for name, value in options.items() if value not in (None, False)}, overrides
 
 
@@ -150,6 +189,7 @@ def _job(task: Task, typed: list[str]) -> Task:
 
         sys.argv = typed
         try:
+            sweep.current.refuse_after_failure()
             return task(cfg)
         except Exception as error:
             if HydraConfig.get().mode == RunMode.MULTIRUN:
@@ -176,7 +216,7 @@ def exit_code(error: BaseException) -> int:
 
     if isinstance(error, KeyboardInterrupt):
         return 130
-    return 2 if isinstance(error, (UserError, HydraException, OmegaConfBaseException)) else 1
+    return 2 if is_wrong_input(error) or isinstance(error, (HydraException, OmegaConfBaseException)) else 1
 
 
 def message(error: BaseException) -> str:
@@ -184,7 +224,7 @@ def message(error: BaseException) -> str:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    if isinstance(error, UserError):
+    if is_wrong_input(error):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"

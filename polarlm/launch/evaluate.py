@@ -5,7 +5,6 @@ Nothing heavy is imported before the question has been understood.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from polarlm.columns import aligned
-from polarlm.data.read.source import require_text
+from polarlm.data.source import require_text
 from polarlm.errors import UserError, did_you_mean, typed_command
 from polarlm.evaluation.metrics import METRICS, formatted
-from polarlm.visible import visible_text
 
 # What PROTOCOLS of launch/protocols.py answers; here so that a wrong name is told before anything heavy is imported.
 PROTOCOL_NAMES = (
@@ -58,8 +56,6 @@ def evaluate_run(cfg: DictConfig) -> float:
     if options["out"]:
         write_json(Path(options["out"]), summary)
         print(f"  written to {options['out']}")
-    elif isinstance(summary, dict):
-        print(json.dumps(summary))
     return next((float(r["metrics"]["loss"]) for r in records if "metrics" in r), float("nan"))
 
 
@@ -104,7 +100,7 @@ def judge(checkpoint: str, names: Sequence[str], options: dict[str, Any]) -> lis
 
     run = restore_run(checkpoint, options["device"])
     split = options["split"]
-    corpus = corpus_for(run, options.get("data"), options["cache_dir"])
+    corpus = corpus_for(run, options)
     if split not in corpus.splits:
         raise UserError(f"split={split} does not exist; this corpus has {', '.join(corpus.splits)}")
     if corpus.probe is not None and (set(names) != {"windows"} or options["tokens"] or options["context"]):
@@ -113,7 +109,7 @@ def judge(checkpoint: str, names: Sequence[str], options: dict[str, Any]) -> lis
             "protocol=windows"
         )
     task = EvaluationTask(run, corpus, split, options)
-    print(visible_text(f"{run.folder}  ({run.weights.name})"))
+    print(f"{run.folder}  ({run.weights.name})")
     records = []
     for name in names:
         answer = PROTOCOLS[name](task)
@@ -128,8 +124,8 @@ def judge(checkpoint: str, names: Sequence[str], options: dict[str, Any]) -> lis
             **answer.asked,
         }
         record = {"protocol": protocol, **answer.numbers}
-        write_evaluation(run.folder, record, answer.arrays)
-        print(visible_text("\n".join(lines_of(record))))
+        written = write_evaluation(run.folder, record, answer.arrays)
+        print("\n".join([*lines_of(record), f"    written to {written}"]))
         records.append({"run": str(run.folder), **record})
     return records
 
@@ -167,6 +163,7 @@ def table_of(value: Any, name: str) -> list[str]:
     if not isinstance(value, dict):
         return [f"{name} {_short(value)}"]
     columns = {key: column for key, column in value.items() if isinstance(column, list)}
+    columns, value = beside(columns, value)
     plain = {key: entry for key, entry in value.items() if not isinstance(entry, (dict, list))}
     lines = [", ".join(f"{key} {_short(entry)}" for key, entry in plain.items())] if plain else []
     simple = {key: column for key, column in columns.items() if all(not isinstance(x, (list, dict)) for x in column)}
@@ -181,6 +178,18 @@ def table_of(value: Any, name: str) -> list[str]:
         if isinstance(entry, dict):
             lines += [key, *(f"  {line}" for line in table_of(entry, key))]
     return lines
+
+
+def beside(columns: dict[str, list], value: dict[str, Any]) -> tuple[dict[str, list], dict[str, Any]]:
+    """Groups of columns as long as the table's own stand beside them: losses of each corruption beside its rates."""
+    lengths = {len(column) for column in columns.values()}
+    for key, entry in list(value.items()):
+        if not isinstance(entry, dict) or not entry or len(lengths) != 1:
+            continue
+        if all(isinstance(column, list) and len(column) in lengths for column in entry.values()):
+            columns = {**columns, **{f"{key} {name}": column for name, column in entry.items()}}
+            value = {name: other for name, other in value.items() if name != key}
+    return columns, value
 
 
 def _short(value: Any) -> str:

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+
 from polarlm.errors import UserError, did_you_mean, typed_command
 from polarlm.launch.check import check_eval, check_train
-from polarlm.launch.plugins import register_plugins
+from polarlm.launch.schema import SECTIONED_GROUPS
 from polarlm.locations import CONFIGS, own_configs
 
 CHECKS: dict[str, Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]] = {
@@ -36,6 +41,21 @@ class PlannedJobs:
     overrides: list[str]  # as Hydra wants them
     jobs: list[PlannedJob]
     varied: list[str]  # the keys that differ between the jobs
+
+
+class UserConfigs(SearchPathPlugin):
+    """A folder `configs` where the command is typed adds choices to ours: configs/block/mine.yaml makes block=mine."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        if (folder := own_configs()) is not None:
+            search_path.append(provider="polarlm-user", path=folder.as_uri())
+
+
+def register_plugins() -> None:
+    """Tell Hydra about the user's own configs, once per process."""
+    known = Plugins.instance()
+    if UserConfigs not in known.discover(SearchPathPlugin):
+        known.register(UserConfigs)
 
 
 def config_loader() -> Any:
@@ -116,9 +136,9 @@ def _parse(loader: Any, text: str) -> Any:
 
     try:
         return OverridesParser.create(config_loader=loader).parse_overrides([text])[0]
-    except OverrideParseException as error:
+    except (OverrideParseException, ValueError) as error:  # a number of 5,000 digits is a ValueError
         hint = "write key=value" if "=" not in text else "quote values with special characters: key='…'"
-        raise UserError(f"'{text}' can't be read as a setting; {hint}") from error
+        raise UserError(f"'{text[:200]}' can't be read as a setting; {hint}") from error
 
 
 def _check_choice(loader: Any, config_name: str, groups: dict[str, Any], override: Any) -> None:
@@ -136,15 +156,21 @@ def _check_choice(loader: Any, config_name: str, groups: dict[str, Any], overrid
     if override.is_delete():
         raise UserError(f"'{override.input_line}': every run needs a {name}; choose one with {name}=…")
     options = loader.get_group_options(name)
-    for value in override.sweep_iterator() if override.is_sweep_override() else [override.value()]:
+    given = list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
+    if name in SECTIONED_GROUPS:  # logger=[wandb,csv]
+        given = [value for entry in given for value in (entry if isinstance(entry, list) else [entry])]
+    for value in given:
         if str(value) not in options:
             raise UserError(
                 f"{name}={value} does not exist. {did_you_mean(str(value), options)}Choices: {', '.join(options)}"
             )
 
 
+MOST_JOBS = 100_000
+
+
 def _check_several(overrides: Sequence[Any], typed: Sequence[Any], multirun: bool) -> None:
-    """Several values are for a sweep, and a sweep needs an end."""
+    """Several values are for a sweep, and a sweep has at least one job and an end."""
     several = next((o for o in typed if o.is_sweep_override()), None)
     if several is not None and not multirun:
         raise UserError(
@@ -154,6 +180,19 @@ def _check_several(overrides: Sequence[Any], typed: Sequence[Any], multirun: boo
     endless = next((o for o in overrides if o.is_interval_sweep()), None)
     if endless is not None:
         raise UserError(f"{endless.input_line} is an interval, which has no end of values; list them: a,b,c")
+    total = 1
+    for override in overrides if multirun else ():
+        if override.is_sweep_override():
+            count = sum(1 for _ in islice(override.sweep_iterator(), MOST_JOBS + 1))
+            if not count:
+                raise UserError(f"{override.input_line} has no value, so there is nothing to run; list values: a,b,c")
+            total *= count
+        if override.key_or_group == "hydra.sweeper.max_batch_size":
+            size = override.value()
+            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+                raise UserError(f"hydra.sweeper.max_batch_size={size} must be a whole number ≥ 1, or null")
+    if total > MOST_JOBS:
+        raise UserError(f"This sweep has more than {MOST_JOBS:,} jobs; list fewer values")
 
 
 def _check_jobs(
@@ -209,6 +248,8 @@ def _checked(config_name: str, shipped: Any, overrides: Sequence[Any]) -> dict[s
     del config["hydra"]
     try:
         for override in overrides:
+            if override.value() == {}:
+                raise UserError(f"{override.input_line} would change nothing: a mapping is merged with what is there")
             if not override.key_or_group.startswith("hydra"):
                 OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
         missing = sorted(OmegaConf.missing_keys(config))

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from polarlm.data import Corpus, build_corpus
-from polarlm.data.baselines import ngram_losses
+from polarlm.data.corpus import corpus_in_cache
 from polarlm.errors import UserError
+from polarlm.evaluation.baselines import ngram_losses
 from polarlm.evaluation.by_frequency import loss_by_frequency, token_counts
 from polarlm.evaluation.by_position import loss_by_position
 from polarlm.evaluation.calibration import calibration
@@ -27,11 +28,12 @@ from polarlm.evaluation.length import loss_by_length
 from polarlm.evaluation.metrics import measure
 from polarlm.evaluation.scores import Scores, score_text
 from polarlm.evaluation.shuffled import shuffling_control
-from polarlm.evaluation.tally import tally_batches
 from polarlm.evaluation.text import Text, read_text
+from polarlm.locations import CONFIGS
 from polarlm.runs.files import read_json
 from polarlm.runs.restore import RestoredRun
 from polarlm.training.batching import plan_batches
+from polarlm.verdict.defaults import shipped_settings
 
 TRAINING_TOKENS = 50_000_000  # counted for the frequency of tokens
 
@@ -80,14 +82,17 @@ def run_windows(task: EvaluationTask) -> Answer:
     if task.options["tokens"] or task.options["context"]:
         counted = task.scores.tally(task.text)
     else:
+        from polarlm.data.module import EvalLoader, eval_batches
+        from polarlm.training.module import evaluate_split
+        from polarlm.training.quiet import quiet_libraries
+
         # The same micro-batches as in training on one process: the same sums in the same order.
         trainer, context = task.run.config["trainer"], task.context
         plan = plan_batches(int(trainer["batch_tokens"]), context, 1, int(trainer["micro_batch_tokens"]))
-        from polarlm.data.order.examples import eval_batches
-
         store, probe = task.corpus.store(task.split), task.corpus.probe
         batches = eval_batches(store, probe, context, plan.micro, mask_documents=task.masked)
-        counted = tally_batches(task.run.model, batches, task.text.size)
+        quiet_libraries()
+        counted = evaluate_split(task.run.model, EvalLoader(batches, task.corpus, None))
     return Answer({"stride": task.context, "tokens": counted.targets}, {"metrics": measure(counted)})
 
 
@@ -106,7 +111,7 @@ def run_position(task: EvaluationTask) -> Answer:
 
 def run_frequency(task: EvaluationTask) -> Answer:
     """Loss by how often the target occurs in the text the run was trained on."""
-    trained_on = build_corpus(task.run.config["data"], task.run.config["tokenizer"], task.options["cache_dir"])
+    trained_on = corpus_of_run(task.run, task.options)
     train = trained_on.store("train")[:TRAINING_TOKENS].astype(np.int64)
     counts = token_counts(train, task.run.tokenizer.vocab_size)
     return Answer(
@@ -192,15 +197,57 @@ PROTOCOLS: dict[str, Callable[[EvaluationTask], Answer]] = {
 }
 
 
-def corpus_for(run: RestoredRun, data: dict[str, Any] | None, cache_dir: str) -> Corpus:
-    """The corpus a run is judged on: its own, unchanged since; or another one, cut by the run's tokenizer."""
-    if data is not None:
-        return build_corpus(data, {"kind": "file", "path": str(run.folder / "tokenizer")}, cache_dir)
-    corpus = build_corpus(run.config["data"], run.config["tokenizer"], cache_dir)
-    recorded = read_json(run.folder / "corpus.json") or {}
-    if recorded.get("fingerprint") != corpus.fingerprint:
+def corpus_for(run: RestoredRun, options: dict[str, Any]) -> Corpus:
+    """The corpus a run is judged on: data=…, cut by the run's tokenizer; else the run's own, unchanged since."""
+    if options.get("data") is not None:
+        tokenizer = {"kind": "file", "path": str(run.folder / "tokenizer")}
+        return build_corpus(options["data"], tokenizer, options["cache_dir"])
+    return corpus_of_run(run, options)
+
+
+def corpus_of_run(run: RestoredRun, options: dict[str, Any]) -> Corpus:
+    """What the run was trained on, from the cache; prepared again only from where polarlm's own yamls or the user say.
+
+    An untrusted run could name a private file, or an address that learns who judges it.
+    """
+    recorded = str((read_json(run.folder / "corpus.json") or {}).get("fingerprint"))
+    corpus = corpus_in_cache(options["cache_dir"], recorded)
+    if corpus is not None:
+        return corpus
+    if not options["trust_data"] and (places := foreign_places(run.config)):
+        raise UserError(
+            f"{run.folder} was trained on text that is not prepared here, and only its config.yaml says where it is "
+            f"({', '.join(places)}); name the text yourself (data=text data.path=…), or add --trust-data"
+        )
+    corpus = build_corpus(run.config["data"], run.config["tokenizer"], options["cache_dir"])
+    if recorded != corpus.fingerprint:
         raise UserError(
             f"The corpus has changed since {run.folder} was trained (fingerprint {corpus.fingerprint}, "
-            f"the run recorded {recorded.get('fingerprint')}); its numbers could not be compared"
+            f"the run recorded {recorded}); its numbers could not be compared"
         )
     return corpus
+
+
+PLACES = {"data": ("path", "local", "url", "hub"), "tokenizer": ("path", "local", "hub")}
+
+
+def foreign_places(config: dict[str, Any]) -> list[str]:
+    """'key=value' of every file, address or dataset that a configuration names and no yaml of polarlm does."""
+    parts = config["data"].get("parts")  # of a mixture
+    sections = [("tokenizer", config["tokenizer"]), ("data", config["data"])]
+    sections += [("data", part) for part in (parts.values() if isinstance(parts, dict) else [])]
+    foreign = []
+    for group, section in sections:
+        shipped = [shipped_settings(group, path.stem) for path in sorted((CONFIGS / group).glob("*.yaml"))]
+        places = {key: section.get(key) for key in PLACES[group]} if isinstance(section, dict) else {"": section}
+        for key, place in places.items():
+            if place is not None and not any(same_place(place, settings.get(key)) for settings in shipped):
+                foreign.append(f"{group}.{key}={str(place)[:200]}")
+    return foreign
+
+
+def same_place(stored: Any, shipped: Any) -> bool:
+    """Whether a stored place is the shipped one; a dataset may say more than which one it is."""
+    if isinstance(stored, dict) and isinstance(shipped, dict):
+        return all(stored.get(key) == shipped.get(key) for key in ("name", "config", "revision")) and "name" in shipped
+    return stored == shipped

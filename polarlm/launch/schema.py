@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from polarlm.model.config import FRAME_NAMES
-from polarlm.settings import setting
+from polarlm.settings import LARGEST, SMALLEST, setting
 
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "bf16-true", "16-mixed", "64-true")
 ONE_FOLDER = r"(?!\.+$)[\w.+=@-][\w.+=@ -]{0,199}"  # neither "." nor "..", nothing that leads into another folder
@@ -31,8 +31,8 @@ class TrainerSettings:
     deterministic: bool = setting()
     max_steps: int | None = setting(at_least=1)
     max_tokens: int | None = setting(at_least=1)
-    batch_tokens: int = setting(at_least=1)
-    micro_batch_tokens: int = setting(at_least=1)
+    batch_tokens: int = setting(at_least=1, at_most=2**28)
+    micro_batch_tokens: int | str = setting(at_least=1, at_most=2**28, choices=("auto",))
     log_every: int = setting(at_least=1)
     val_every: int = setting(at_least=1)
     checkpoint_every: int = setting(at_least=1)
@@ -47,13 +47,13 @@ class OptimSettings:
     """What the keys of optimisers mean, whichever optimiser has them (see `check_open`)."""
 
     lr: float = setting(above=0, at_most=100)
-    weight_decay: float = setting(at_least=0)
-    estimator_lr_factor: float = setting(at_least=0)
+    weight_decay: float = setting(at_least=0, at_most=1000)
+    estimator_lr_factor: float = setting(at_least=0, at_most=1000)
     lr_base_width: int | None = setting(at_least=1)
-    grad_clip: float | None = setting(above=0)
+    grad_clip: float | None = setting(at_least=SMALLEST)
     betas: list[float] = setting(count=2, at_least=0, below=1)
     momentum: float = setting(at_least=0, below=1)
-    eps: float = setting(above=0)
+    eps: float = setting(at_least=1e-20, at_most=1)
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,19 @@ class ScheduleSettings:
 
 @dataclass(frozen=True)
 class LoggerSettings:
-    """The sink beside metrics.jsonl."""
+    """What the keys of loggers mean, whichever logger has them."""
 
-    kind: str = setting(choices=("wandb", "trackio", "none"))
-    project: str = setting(
-        "polarlm", pattern=r"[^/\\#?%:\x00-\x1f]{1,128}", like="a project's name without / \\ # ? % :"
-    )
-    entity: str | None = None
-    mode: str = setting("auto", choices=("auto", "online", "offline"))
+    project: str = setting(pattern=r"[^/\\#?%:\x00-\x1f]{1,128}", like="a project's name without / \\ # ? % :")
+    entity: str | None = setting()
+    mode: str = setting(choices=("auto", "online", "offline"))
+    artifacts: str = setting(choices=("none", "weights", "checkpoints"))
+
+
+@dataclass(frozen=True)
+class CallbackSettings:
+    """What the keys of callbacks mean, whichever callback has them."""
+
+    every: int = setting(at_least=1)
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,14 @@ class RecipeSettings:
 
 
 @dataclass(frozen=True)
+class JobsSettings:
+    """What a sweep does about failures."""
+
+    stop_on_failure: bool = False
+    retries: int = setting(0, at_least=0, at_most=100)
+
+
+@dataclass(frozen=True)
 class TrainSettings:
     """The keys of train.yaml itself; the groups are checked by their own schemas."""
 
@@ -114,11 +127,12 @@ class TrainSettings:
         pattern=ONE_FOLDER, like="one folder name: letters, digits, and any of . _ - + = @"
     )
     group: str | int | None = setting(pattern=r"[^\x00-\x1f]{1,128}", like="a short name")
-    resume: str = setting(choices=("auto", "never"))
+    resume: str = setting(choices=("auto", "never", "force"))
     init_from: str | None = setting(pattern=r"[^\x00]+", like=PATHS)
     runs_dir: str = setting(pattern=r"[^\x00]+", like="a folder")
     cache_dir: str = setting(pattern=r"[^\x00]+", like="a folder")
     sample: SampleSettings = setting()
+    jobs: JobsSettings = setting(JobsSettings)
     recipe: RecipeSettings = setting(RecipeSettings)
     match: str | None = setting(None, choices=("parameters", "flops", "seconds"))
     match_block: str = setting("standard", pattern=r"[\w-]+", like="the name of a block")
@@ -142,6 +156,7 @@ class EvalSettings:
     device: str = setting(choices=("auto", "cpu", "cuda"))
     cache_dir: str = setting(pattern=r"[^\x00]+", like="a folder")
     out: str | None = setting()
+    trust_data: bool = setting()
 
 
 PerHead = float | list[float]
@@ -159,9 +174,9 @@ class BlockSettings:
     frequencies: str = setting(choices=("shared", "per_head", "learned"))
     frame: str | None = setting(choices=FRAME_NAMES)
     qk_norm: bool = setting()
-    qk_gain: float = setting(above=0)
+    qk_gain: float = setting(at_least=SMALLEST, at_most=1e4)
     forgetting: str = setting(choices=("none", "constant", "content"))
-    forget_bias: PerHead = setting()
+    forget_bias: PerHead = setting(at_least=-100, at_most=100)
     rope: bool = setting()
     head_gate: bool = setting()
     value_residual: bool = setting()
@@ -180,52 +195,52 @@ class BlockSettings:
     backend: str = setting(choices=("auto", "reference", "native", "streaming", "triton", "flex"))
     lift: int = setting(choices=(1, 2))
     irls_steps: int = setting(at_least=1)
-    evidence_clamp: float | None = setting(at_least=0)
+    evidence_clamp: float | None = setting(at_least=0, at_most=LARGEST)
     frozen: list[str] = setting()
     layers: list[int] | None = setting(at_least=0)
-    nu: PerHead = setting(above=0)
-    nu_t: PerHead = setting(above=0)
-    tau: PerHead = setting(above=0)
-    eta_q: PerHead | None = setting(at_least=0)
-    eta_k: PerHead | None = setting(at_least=0)
-    eta_tq: PerHead | None = setting(at_least=0)
-    eta_tk: PerHead | None = setting(at_least=0)
-    sigma_0: PerHead | None = setting(at_least=0)
-    sigma_t0: PerHead | None = setting(at_least=0)
-    sigma_process: PerHead | None = setting(at_least=0)
+    nu: PerHead = setting(at_least=SMALLEST, at_most=LARGEST)
+    nu_t: PerHead = setting(at_least=SMALLEST, at_most=LARGEST)
+    tau: PerHead = setting(at_least=SMALLEST, at_most=LARGEST)
+    eta_q: PerHead | None = setting(at_least=0, at_most=LARGEST)
+    eta_k: PerHead | None = setting(at_least=0, at_most=LARGEST)
+    eta_tq: PerHead | None = setting(at_least=0, at_most=LARGEST)
+    eta_tk: PerHead | None = setting(at_least=0, at_most=LARGEST)
+    sigma_0: PerHead | None = setting(at_least=0, at_most=LARGEST)
+    sigma_t0: PerHead | None = setting(at_least=0, at_most=LARGEST)
+    sigma_process: PerHead | None = setting(at_least=0, at_most=LARGEST)
     prior_share: PerHead = setting(at_least=0, below=1)
     context_power: PerHead = setting(at_least=0, below=1)
-    precision_0: PerHead = setting(above=0)
-    relax_a: PerHead = setting(above=0)
-    relax_b: PerHead = setting(above=0)
-    widen_q: PerHead = setting(at_least=0)
-    widen_k: PerHead = setting(at_least=0)
-    mu: PerHead = setting(at_least=0)
-    radius: float = setting(above=0)
-    mu_r: float = setting(at_least=0)
-    nu_r: float = setting(above=0)
-    m_inf: float = setting(at_least=0)
-    m_eq: float = setting(above=0)
-    eta_rq: float = setting(at_least=0)
-    eta_rk: float = setting(at_least=0)
-    sigma_r0: float = setting(at_least=0)
-    alpha: float = setting(at_least=0)
-    beta: float = setting(at_least=0)
+    precision_0: PerHead = setting(at_least=SMALLEST, at_most=LARGEST)
+    relax_a: PerHead = setting(at_least=SMALLEST, at_most=LARGEST)
+    relax_b: PerHead = setting(at_least=SMALLEST, at_most=LARGEST)
+    widen_q: PerHead = setting(at_least=0, at_most=LARGEST)
+    widen_k: PerHead = setting(at_least=0, at_most=LARGEST)
+    mu: PerHead = setting(at_least=0, at_most=LARGEST)
+    radius: float = setting(at_least=0.01, at_most=100)
+    mu_r: float = setting(at_least=0, at_most=LARGEST)
+    nu_r: float = setting(at_least=SMALLEST, at_most=LARGEST)
+    m_inf: float = setting(at_least=0, at_most=LARGEST)
+    m_eq: float = setting(at_least=SMALLEST, at_most=LARGEST)
+    eta_rq: float = setting(at_least=0, at_most=LARGEST)
+    eta_rk: float = setting(at_least=0, at_most=LARGEST)
+    sigma_r0: float = setting(at_least=0, at_most=LARGEST)
+    alpha: float = setting(at_least=0, at_most=LARGEST)
+    beta: float = setting(at_least=0, at_most=LARGEST)
 
 
 def group_schemas() -> dict[str, type]:
     """The schemas of the groups whose keys are all known; the others grow with every class (OPEN_GROUPS)."""
     from polarlm.data.config import DataConfig
-    from polarlm.data.tokenizers.config import TokenizerConfig
+    from polarlm.data.tokenizer import TokenizerConfig
 
     return {
         "data": DataConfig,
         "tokenizer": TokenizerConfig,
         "trainer": TrainerSettings,
-        "logger": LoggerSettings,
         "diagnostics": DiagnosticsSettings,
     }
 
 
 # Groups that name a class of ours as their _target_: a new class brings its own keys.
+SECTIONED_GROUPS: dict[str, type] = {"logger": LoggerSettings, "callbacks": CallbackSettings}  # several may be chosen
 OPEN_GROUPS: dict[str, type] = {"block": BlockSettings, "optim": OptimSettings, "schedule": ScheduleSettings}

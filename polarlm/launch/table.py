@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.columns import indented
+from polarlm.errors import typed_command
 from polarlm.evaluation.metrics import METRICS, formatted
 from polarlm.training.loggers.short_numbers import clock, short
-from polarlm.visible import visible_text
 
 
 def final_table(summary: dict[str, Any], folder: Path, sample: str | None) -> str:
@@ -26,8 +26,19 @@ def final_table(summary: dict[str, Any], folder: Path, sample: str | None) -> st
     lines += undertrained_note(summary)
     lines += ["", *(f"  {name:<10}  {value}" for name, value in facts)]
     if sample:
-        lines += ["", "  sample", *(f"    {line}" for line in visible_text(sample).splitlines())]
+        lines += ["", "  sample", *(f"    {line}" for line in sample.splitlines())]
     return "\n".join(lines)
+
+
+def next_steps(folder: Path) -> str:
+    """What to type after a single run: write text, evaluate, compare."""
+    commands = [
+        (f'python -m polarlm generate {folder} --prompt "The "', "write more text"),
+        (f"{typed_command('eval')} checkpoint={folder} protocol=length", "read longer contexts than it was trained on"),
+        (f"{typed_command('train')} -m block=standard,xsa,polar seed=1,2,3", "train three blocks on three seeds"),
+        (f"python -m polarlm compare {folder.parent}", "then compare them: report.html"),
+    ]
+    return "\n".join(["", "  next", *(f"    {command}\n      {why}" for command, why in commands)])
 
 
 def metric_lines(summary: dict[str, Any]) -> list[str]:
@@ -61,11 +72,15 @@ def spaced(number: str) -> str:
 
 
 def speed(summary: dict[str, Any]) -> str:
-    """Tokens, the seconds their training took and the quotient of the two; the time beside it is told apart."""
+    """Tokens, the seconds their training took, the speed of its steady state; other time is told apart."""
     seconds, total = summary.get("training_seconds"), summary["seconds"]
     if not seconds:
         return f"{summary['tokens']:,} in {clock(total)}"
-    text = f"{summary['tokens']:,} in {clock(seconds)} of training ({short(summary['tokens'] / seconds)} tokens/s)"
+    rate = summary.get("tokens_per_second")
+    text = f"{summary['tokens']:,} in {clock(seconds)} of training"
+    text += f" ({short(rate)} tokens/s)" if rate else " (speed n/a: the first step only warms up)"
+    if compiling := summary.get("compile_seconds"):
+        text += f", {clock(compiling)} of it compiling"
     return f"{text}, {clock(total - seconds)} more for validation and diagnostics"
 
 

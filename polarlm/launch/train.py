@@ -10,12 +10,20 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from polarlm.data.read.source import require_text
+from polarlm.data.source import require_text
 from polarlm.errors import UserError
-from polarlm.launch.check import check_train
-from polarlm.launch.processes import start_job, stop_job
+from polarlm.jobs.processes import start_job, stop_job
+from polarlm.launch.check import check_train, require_memory
 from polarlm.runs.files import read_json
-from polarlm.runs.sweeps import RESULT_VARIABLE, SWEPT_VARIABLE, command_overrides, find_finished, sweep_group
+from polarlm.runs.identity import default_name
+from polarlm.runs.sweeps import (
+    RESULT_VARIABLE,
+    SWEPT_VARIABLE,
+    command_overrides,
+    find_finished,
+    sweep_group,
+    swept_values,
+)
 from polarlm.visible import fitted
 
 
@@ -27,9 +35,10 @@ def train_job(cfg: DictConfig) -> float:
     config = resolve(cfg)
     hydra = HydraConfig.get()
     in_sweep = hydra.mode == RunMode.MULTIRUN or SWEPT_VARIABLE in os.environ
-    if in_sweep and config["resume"] == "auto" and (finished := find_finished(config)) is not None:
+    if in_sweep and config["resume"] != "never" and (finished := find_finished(config)) is not None:
         return already_finished(finished)
     require_text(config["data"])
+    require_memory(config)
     if hydra.mode == RunMode.MULTIRUN:
         if config["trainer"]["devices"] != 1 or config["trainer"]["nodes"] != 1:
             return train_in_own_process(list(hydra.overrides.task))
@@ -66,7 +75,10 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     choices = HydraConfig.get().runtime.choices
     config["choices"] = {k: v for k, v in choices.items() if "hydra" not in k and v is not None}
     config["choices"]["model"] = size_name(config["model"], choices["model"])
-    config["group"] = config["group"] or sweep_group(config, *command_overrides())
+    overrides, swept = command_overrides()
+    config["group"] = config["group"] or sweep_group(config, overrides, swept)
+    if config["name"] is None and (values := swept_values(overrides, swept)):
+        config["name"] = default_name(config, values)
     return config
 
 
@@ -87,7 +99,7 @@ def train_and_print(config: dict[str, Any]) -> float:
     if sys.stderr.isatty():  # importing torch and Lightning is silent and takes seconds; the next line replaces this
         print("starting …", end="\r", file=sys.stderr, flush=True)
     from polarlm.launch.match import apply_match
-    from polarlm.launch.table import final_table
+    from polarlm.launch.table import final_table, next_steps
     from polarlm.report.figure import write_summary_png
     from polarlm.training.loop import train_run
 
@@ -95,6 +107,8 @@ def train_and_print(config: dict[str, Any]) -> float:
     if result is None:
         return float("nan")
     print(fitted(final_table(result.summary, result.folder, result.summary["sample"]), sys.stdout, hang=14))
+    if config["group"] is None:  # a sweep ends with its own table
+        print(next_steps(result.folder))
     return float(result.summary["val/loss"])
 
 

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from polarlm.attention.mixer import Mixer, MixerShape, TokenContext
-from polarlm.attention.rows import add_across
-from polarlm.geometry import tangential_part
-from polarlm.model.decoding import decode_layer
+from polarlm.geometry.sphere import add_tangential, tangential_part
 from polarlm.model.frames import FRAMES, Sum
+from polarlm.operations import closed, operation
 
 
 class Block(nn.Module):
@@ -30,9 +29,13 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
-        """(B, T, d) -> (B, T, d)."""
-        if (decoded := decode_layer(self, x, context)) is not None:
-            return decoded
+        """(B, T, d) -> (B, T, d); block.backend=reference takes nothing from polarlm/fast."""
+        if self.mixer.backend == "reference" and not torch.compiler.is_compiling():
+            with closed():
+                return self._forward(x, context)
+        return self._forward(x, context)
+
+    def _forward(self, x: Tensor, context: TokenContext) -> Tensor:
         step = self.mixer(self.mixer_norm.read(x), context)
         middle = self._join(self.mixer_norm, x, step, self.mixer.project_stream != "none")
         step = self.feed_forward(self.ffn_norm.read(middle))
@@ -45,9 +48,15 @@ class Block(nn.Module):
         """The stream after a branch; `tangent` leaves out what the step has along the stream (docs/theory.md, E11)."""
         if self.dropout.p:
             step = self.dropout(step)
-        if tangent and isinstance(connection, Sum):
-            return add_across(x, step)
+        if isinstance(connection, Sum):
+            return add_tangential(x, step) if tangent else x + step
         if tangent:
             wide = torch.promote_types(x.dtype, torch.float32)
             step = tangential_part(x.to(wide), step.to(wide)).to(step.dtype)
         return connection.write(x, step)
+
+
+@operation
+def decode_layer(block: Block, x: Tensor, context: TokenContext) -> Tensor:
+    """The stream after a block, for the next tokens x (B, T, d) of the text in context.cache."""
+    return block(x, context)

@@ -7,16 +7,22 @@ import inspect
 import warnings
 from typing import Any
 
+import torch
+
+from polarlm.attention.mixer import Mixer
 from polarlm.errors import UserError
 from polarlm.model import GPT, GPTConfig
 from polarlm.model.config import FRAME_NAMES
 from polarlm.settings import read_settings
 from polarlm.targets import target_of
 
+PROBED_TOKENS = 32
+LEAST_ATTENTION = 1e-3  # less than this to all earlier tokens together, in every head of every layer, is blindness
 
-def build_model(config: dict[str, Any], vocab_size: int) -> GPT:
-    """The GPT that `model` and `block` describe, with freshly initialised weights; safe for a stranger's config."""
-    mixer, options = target_of(config["block"], "block")
+
+def build_model(config: dict[str, Any], vocab_size: int, *, stored: bool = False) -> GPT:
+    """The GPT that `model` and `block` describe, with fresh weights; `stored`: a run folder holds the configuration."""
+    mixer, options = target_of(config["block"], "block", Mixer, stored=stored)
     model = config["model"] | frame_of(options.pop("frame", None), config["model"])
     size = read_settings(GPTConfig, {**model, "vocab_size": vocab_size}, "model")
     try:
@@ -35,6 +41,26 @@ def frame_of(block_frame: str | None, model: dict[str, Any]) -> dict[str, str]:
     if chosen not in ("pre", block_frame):
         raise UserError(f"block.frame={block_frame} and model.frame={chosen} name two frames; leave out model.frame.")
     return {"frame": block_frame}
+
+
+@torch.no_grad()
+def warn_about_blind_blocks(model: GPT) -> None:
+    """Warn when a fresh model attends to nothing but the token itself: some decay or noise is far off its scale."""
+    tokens = torch.arange(min(PROBED_TOKENS, model.config.context))[None] % model.config.vocab_size
+    if tokens.numel() < 2 or model.embedding.weight.is_meta:
+        return
+    training, records = model.training, list[dict[str, torch.Tensor]]()
+    model.eval().hidden(tokens.to(model.embedding.weight.device), record=records)
+    model.train(training)
+    seen = [
+        record["weights"].tril(-1)[..., 1:, :].sum(-1).mean((0, 2)).max() for record in records if "weights" in record
+    ]
+    if seen and max(seen) < LEAST_ATTENTION:
+        warnings.warn(
+            "Every token of the fresh model attends to nothing but itself, so it starts blind to its past: look at "
+            "block.mu, block.forget_bias, block.nu and the noises (block.eta…, block.sigma…)",
+            stacklevel=2,
+        )
 
 
 def warn_about_idle_settings(model: GPT, block: dict[str, Any]) -> None:

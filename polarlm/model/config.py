@@ -18,22 +18,22 @@ class GPTConfig:
     vocab_size: int = setting(at_least=1)
     context: int = setting(at_least=1, at_most=2**22)
     d_model: int = setting(at_least=1, at_most=2**17)
-    n_layer: int = setting(at_least=1, at_most=2**12)
+    n_layer: int = setting(at_least=1, at_most=2**10)
     n_head: int = setting(at_least=1, at_most=2**12)
     n_kv_head: int | None = setting(None, at_least=1)  # fewer than n_head: grouped-query attention
     head_dim: int | None = setting(None, at_least=1, at_most=2**17)  # d_model / n_head when not given
-    ffn: str = setting("swiglu", choices=("swiglu", "gelu", "relu2"))
+    ffn: str = setting("swiglu", choices=("swiglu", "gelu", "relu2", "none"))
     # Hidden size in units of d_model, as for GELU; SwiGLU takes 2/3 of it (equal parameters).
     ffn_mult: float = setting(4.0, above=0, at_most=2**10)
     ffn_width: int | None = setting(None, at_least=1, at_most=2**24)  # the hidden size itself, instead of ffn_mult
     tie_embeddings: bool = True
     dropout: float = setting(0.0, at_least=0, below=1)
-    rope_base: float = setting(10000.0, above=1)
-    norm_eps: float = setting(1e-6, above=0)
+    rope_base: float = setting(10000.0, above=1, at_most=10**12)
+    norm_eps: float = setting(1e-6, at_least=1e-20, at_most=1)
     # Deviation of fresh matrices: width (1/sqrt of the inputs) | gpt2 (0.02).
     init: str = setting("width", choices=("width", "gpt2"))
     zero_init: bool = False  # maps that add to the stream (attention output, feed-forward down) start at zero
-    logit_cap: float | None = setting(None, above=0)  # c: logits are c tanh(logits / c)
+    logit_cap: float | None = setting(None, at_least=0.1, at_most=10**6)  # c: logits are c tanh(logits / c)
     # The residual frame: pre (normalised before each branch) | post (after each addition) | scaled (pre, deeper layers
     # read less) | geodesic (steps along a sphere) | ngpt (everything on spheres).
     frame: str = setting("pre", choices=FRAME_NAMES)
@@ -69,8 +69,22 @@ class GPTConfig:
             )
         if not 0 <= self.dropout < 1:
             raise UserError(f"model.dropout is {self.dropout}; it must be in [0, 1).")
-        if self.ffn_mult <= 0:
-            raise UserError(f"model.ffn_mult is {self.ffn_mult}; it must be positive.")
+        share = self.ffn_mult * (2 / 3 if self.ffn == "swiglu" else 1)
+        if self.ffn != "none" and self.ffn_width is None and share * self.d_model < 1:
+            raise UserError(
+                f"model.ffn_mult={self.ffn_mult} leaves less than one hidden channel of model.d_model={self.d_model}; "
+                "choose a larger one, or model.ffn=none."
+            )
+
+    def channels_per_layer(self) -> int:
+        """Channels that every token has in a layer: queries, keys, values and the hidden ones of the feed-forward."""
+        hidden = self.ffn_width or int(self.ffn_mult * self.d_model * (2 / 3 if self.ffn == "swiglu" else 1))
+        wide = {"none": 0, "swiglu": 2}.get(self.ffn, 1)
+        return (self.n_head + 2 * self.kv_heads) * self.head_size + wide * hidden
+
+    def least_parameters(self) -> int:
+        """A lower bound of the parameters, whatever the block, from the sizes alone."""
+        return self.d_model * (self.vocab_size + self.n_layer * self.channels_per_layer())
 
     @property
     def head_size(self) -> int:

@@ -1,17 +1,33 @@
-"""The position-wise half of a block: GELU (GPT-2), SwiGLU (Llama) or squared ReLU, at equal parameter count."""
+"""The position-wise half of a block: GELU (GPT-2), SwiGLU (Llama) or squared ReLU at equal parameter count, or none."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polarlm.attention.initialisation import FEED_FORWARD_RMS, Initialisation, linear
-from polarlm.attention.products import feed_forward
 from polarlm.errors import UserError
+from polarlm.operations import operation
 
 SWIGLU_MULTIPLE = 32  # hidden sizes that matrix units like
 # RMS of gelu(g), relu(g)^2 and silu(g)*u for unit Gaussians g, u; W_down makes up for it: every kind adds the same.
 GELU_RMS, SQUARED_RELU_RMS, SWIGLU_RMS = 0.6521, 1.5**0.5, 0.5965
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    gated, up = x.chunk(2, dim=-1)
+    return F.silu(gated) * up
+
+
+ACTIVATIONS: dict[str, Callable[..., Tensor]] = {"gelu": F.gelu, "swiglu": _swiglu}  # of x, and of x = (gate, up)
+
+
+@operation
+def feed_forward(x: Tensor, up: nn.Linear, down: nn.Linear, kind: str) -> Tensor:
+    """W_down f(W_up x), f one of ACTIVATIONS."""
+    return down(ACTIVATIONS[kind](up(x)))
 
 
 class TwoMatrices(nn.Module):
@@ -60,7 +76,23 @@ class SwiGLUFeedForward(nn.Module):
         return feed_forward(x, self.gate_up, self.down, "swiglu")
 
 
-FEED_FORWARDS = {"gelu": GeluFeedForward, "relu2": SquaredReluFeedForward, "swiglu": SwiGLUFeedForward}
+class NoFeedForward(nn.Module):
+    """Adds nothing: a model of mixers alone, as published synthetic tasks use it."""
+
+    def __init__(self, d_model: int, hidden: int, init: Initialisation) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Zeros that keep the norm before it in the graph: DDP wants a gradient of every parameter."""
+        return 0 * x
+
+
+FEED_FORWARDS = {
+    "gelu": GeluFeedForward,
+    "relu2": SquaredReluFeedForward,
+    "swiglu": SwiGLUFeedForward,
+    "none": NoFeedForward,
+}
 
 
 def hidden_size(kind: str, d_model: int, mult: float, width: int | None = None) -> int:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from polarlm.attention.mixer import Mixer, MixerShape
-from polarlm.attention.rows import on_sphere
 from polarlm.errors import UserError
 from polarlm.geometry import exp_map, tangential_part
+from polarlm.geometry.sphere import on_sphere
 from polarlm.model.ngpt import UnitLength, Walk, scale_hidden_units, unit_matrices
 from polarlm.model.norm import RMSNorm
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -15,12 +16,13 @@ from polarlm.attention.calibration import calibrate
 from polarlm.attention.initialisation import GPT2_STD, Initialisation, linear
 from polarlm.attention.mixer import KeyValueCache, Mixer, MixerShape, Record, Rotary, TokenContext
 from polarlm.geometry import rotary_tables
-from polarlm.model.block import Block
+from polarlm.model.block import Block, decode_layer
 from polarlm.model.config import GPTConfig
 from polarlm.model.feed_forward import build_feed_forward
 from polarlm.model.frames import FRAMES
 from polarlm.model.loss import cap_logits, chunked_cross_entropy, chunked_tally, log_probability_chunks
 from polarlm.model.ngpt import Factor
+from polarlm.operations import closed
 
 
 class Cache:
@@ -49,6 +51,7 @@ class GPT(nn.Module):
         nn.init.normal_(self.embedding.weight, std=std)
         self.dropout = nn.Dropout(c.dropout)
         self.blocks = nn.ModuleList(self._block(layer, mixer, std) for layer in range(c.n_layer))
+        self.rotary_dim = self._blocks()[0].mixer.rotary_dim
         self.norm = self.frame.final(c.d_model, c.norm_eps)
         self.head = linear(c.d_model, c.vocab_size, std)
         if c.tie_embeddings:
@@ -109,6 +112,14 @@ class GPT(nn.Module):
             raise ValueError("documents and cache exclude each other: a cache holds one running text per row")
         if documents is not None and documents.shape != tokens.shape:
             raise ValueError(f"documents {tuple(documents.shape)} must have the shape of tokens {tuple(tokens.shape)}")
+        if self._blocks()[0].mixer.backend == "reference" and not torch.compiler.is_compiling():
+            with closed():  # block.backend=reference takes nothing from polarlm/fast
+                return self._hidden(tokens, documents, cache, record)
+        return self._hidden(tokens, documents, cache, record)
+
+    def _hidden(
+        self, tokens: Tensor, documents: Tensor | None, cache: Cache | None, record: list[Record] | None
+    ) -> Tensor:
         positions, rotary = self._where(tokens, documents, cache)
         x = self.dropout(self.frame.embed(self.embedding(tokens)))
         shared: dict[str, Tensor] = {}
@@ -122,9 +133,11 @@ class GPT(nn.Module):
                 shared,
             )
             if self.config.checkpointing and self.training and record is None:
-                x = checkpoint(block, x, context, use_reentrant=False)
-            else:
+                x, shared = checkpoint(recomputed, block, x, context, use_reentrant=False)
+            elif cache is None:
                 x = block(x, context)
+            else:
+                x = decode_layer(block, x, context)
             if record is not None and context.record is not None:
                 record.append(context.record)
         return self.norm(x)
@@ -144,7 +157,7 @@ class GPT(nn.Module):
     def _rotary(self, positions: Tensor) -> Rotary:
         # Tables are in the weights' precision, but never below fp32 (float64 only in gradient checks).
         dtype = torch.promote_types(self.embedding.weight.dtype, torch.float32)
-        return rotary_tables(positions, self._blocks()[0].mixer.rotary_dim, self.config.rope_base, dtype=dtype)
+        return rotary_tables(positions, self.rotary_dim, self.config.rope_base, dtype=dtype)
 
     def loss(
         self, tokens: Tensor, targets: Tensor, *, documents: Tensor | None = None, reduction: str = "mean"
@@ -177,6 +190,15 @@ class GPT(nn.Module):
     def parameter_count(self) -> int:
         """Trainable and frozen parameters; tied embeddings are counted once."""
         return sum(p.numel() for p in self.parameters())
+
+
+def recomputed(block: Block, x: Tensor, context: TokenContext) -> tuple[Tensor, dict[str, Tensor]]:
+    """(the stream after a block, what the layers share then), without changing the context that was given.
+
+    torch.compile gives up a recomputed part that changes what lies outside of it.
+    """
+    context = dataclasses.replace(context, shared=dict(context.shared))
+    return block(x, context), context.shared
 
 
 def embedding_std(

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from polarlm.ignored import IGNORED
 
-# Logits of one chunk: small enough to stay near the caches, large enough for the matrix products to run at full speed.
-CHUNK_LOGITS = 2**22
+# Logits of one chunk: on a CPU small enough to stay near the caches; on a GPU (1.2 GB with their gradient) so large
+# that adding a chunk to the weight's gradient, which reads and writes all of it, takes little beside the products.
+CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**26}
 SMALLEST_CHUNK = 512
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -36,7 +37,10 @@ def chunked_cross_entropy(
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     if reduction == "none":
         return _PerToken.apply(rows, weight, flat, chunk, cap).view(targets.shape)
-    total = _Total.apply(rows, weight, flat, chunk, cap)
+    if torch.compiler.is_compiling():
+        total = compiled_total(rows, weight, flat, chunk, cap)
+    else:
+        total = _Total.apply(rows, weight, flat, chunk, cap)
     if reduction == "sum":
         return total
     return total / (flat != IGNORED).sum().clamp_min(1)
@@ -77,7 +81,7 @@ def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
 
 
 def _chunk_tokens(weight: Tensor) -> int:
-    return max(SMALLEST_CHUNK, CHUNK_LOGITS // weight.shape[0])
+    return max(SMALLEST_CHUNK, CHUNK_LOGITS.get(weight.device.type, CHUNK_LOGITS["cpu"]) // weight.shape[0])
 
 
 def _product_dtype(hidden: Tensor) -> torch.dtype:
@@ -115,35 +119,95 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, cap: float | None) -> Tensor:
-        dtype = _product_dtype(hidden)
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
-        d_hidden = torch.empty_like(hidden) if need_hidden else None
-        d_weight = None
-        total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
-        with torch.autocast(hidden.device.type, enabled=False):
-            w = weight.to(dtype)
-            for start in range(0, hidden.shape[0], chunk):
-                rows = slice(start, start + chunk)
-                x = hidden[rows].to(dtype)
-                logits = _logits(x, w, cap)
-                losses, log_probabilities = _losses(logits, targets[rows])
-                total += losses.sum()
-                if not (need_hidden or need_weight):
-                    continue
-                d_logits = _logit_gradient(logits, log_probabilities, targets[rows], None, cap).to(dtype)
-                if d_hidden is not None:
-                    d_hidden[rows] = d_logits @ w
-                if need_weight and d_weight is None:
-                    d_weight = (d_logits.t() @ x).to(weight.dtype)
-                elif d_weight is not None:
-                    _add_product(d_weight, d_logits, x)
-        ctx.save_for_backward(d_hidden, d_weight)
+        needed = ctx.needs_input_grad[:2]
+        total, *gradients = total_and_gradients(hidden, weight, targets, chunk, cap, _product_dtype(hidden), *needed)
+        ctx.save_for_backward(*gradients)
         return total
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        d_hidden, d_weight = (None if g is None else g * gradient.to(g.dtype) for g in ctx.saved_tensors)
-        return d_hidden, d_weight, None, None, None
+        return *scaled_gradients(ctx, gradient), None, None, None
+
+
+def total_and_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int,
+    cap: float | None,
+    dtype: torch.dtype,
+    need_hidden: bool,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(summed loss, its gradients with respect to hidden and weight where they are needed); products in `dtype`."""
+    d_hidden = torch.empty_like(hidden) if need_hidden else None
+    d_weight = None
+    total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
+    with torch.autocast(hidden.device.type, enabled=False):
+        w = weight.to(dtype)
+        for start in range(0, hidden.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            x = hidden[rows].to(dtype)
+            logits = _logits(x, w, cap)
+            losses, log_probabilities = _losses(logits, targets[rows])
+            total += losses.sum()
+            if not (need_hidden or need_weight):
+                continue
+            d_logits = _logit_gradient(logits, log_probabilities, targets[rows], None, cap).to(dtype)
+            if d_hidden is not None:
+                d_hidden[rows] = d_logits @ w
+            if need_weight and d_weight is None:
+                d_weight = (d_logits.t() @ x).to(weight.dtype)
+            elif d_weight is not None:
+                _add_product(d_weight, d_logits, x)
+    return total, d_hidden, d_weight
+
+
+def scaled_gradients(ctx, gradient: Tensor) -> list[Tensor | None]:
+    """The gradients that the forward pass saved, times the one that arrives; None for what had none."""
+    return [None if g is None or not g.numel() else g * gradient.to(g.dtype) for g in ctx.saved_tensors]
+
+
+def compiled_total(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, cap: float | None) -> Tensor:
+    """The same under torch.compile: one operator, into which Inductor does not look.
+
+    Traced, the chunks would be unrolled, and Inductor keeps a gradient of the weight's size for each of them.
+    """
+    needed = (torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight))
+    return opaque_total(hidden, weight, targets, chunk, cap, _product_dtype(hidden), *needed)[0]
+
+
+@torch.library.custom_op("polarlm::linear_cross_entropy", mutates_args=())
+def opaque_total(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int,
+    cap: float | None,
+    dtype: torch.dtype,
+    need_hidden: bool,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`total_and_gradients` with empty tensors for gradients that are not needed."""
+    total, *gradients = total_and_gradients(hidden, weight, targets, chunk, cap, dtype, need_hidden, need_weight)
+    d_hidden, d_weight = (hidden.new_empty(0) if gradient is None else gradient for gradient in gradients)
+    return total, d_hidden, d_weight
+
+
+@opaque_total.register_fake
+def _(hidden, weight, targets, chunk, cap, dtype, need_hidden, need_weight):
+    total = hidden.new_empty((), dtype=torch.promote_types(dtype, torch.float32))
+    d_hidden = torch.empty_like(hidden) if need_hidden else hidden.new_empty(0)
+    return total, d_hidden, torch.empty_like(weight) if need_weight else hidden.new_empty(0)
+
+
+def _save_gradients(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*output[1:])
+
+
+opaque_total.register_autograd(
+    lambda ctx, gradient, *_: (*scaled_gradients(ctx, gradient), *[None] * 6), setup_context=_save_gradients
+)
 
 
 class _PerToken(torch.autograd.Function):

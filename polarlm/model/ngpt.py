@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from polarlm.attention.mixer import MixerShape
-from polarlm.attention.rows import on_sphere
+from polarlm.geometry.sphere import on_sphere
 
 
 class Factor(nn.Module):

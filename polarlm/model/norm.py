@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polarlm.attention.rows import rms_norm
+from polarlm.operations import operation
+
+
+@operation
+def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * gain over the last axis, in fp32 or better; the result has x's dtype."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.rms_norm(x.to(wide), gain.shape, gain.to(wide), eps).to(x.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -18,7 +26,4 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last axis; the result has x's dtype."""
-        if x.dtype == self.weight.dtype == torch.float32:
-            return rms_norm(x, self.weight, self.eps)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return rms_norm(x.to(wide), self.weight.to(wide), self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)

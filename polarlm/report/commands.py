@@ -7,11 +7,16 @@ import json
 import shutil
 import sys
 import time
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from polarlm.errors import UserError
+from polarlm.errors import UserError, did_you_mean
 
+if TYPE_CHECKING:
+    from polarlm.runs.reading import Run
+
+FORMATS = ("png", "svg", "pdf")
 PURPOSE = "compare run folders: a page with curves, geometry and verdicts, or a table"
 DESCRIPTION = """Compare run folders. Runs that differ only in their seed form a group; groups are compared with a
 baseline on paired seeds."""
@@ -19,7 +24,11 @@ EPILOG = """examples
   python -m polarlm compare runs/* --out report.html      one self-contained page
   python -m polarlm compare runs --text                   the same table here
   python -m polarlm compare runs --watch                  keep the page up to date while runs are training
-  python -m polarlm compare runs --picture verdict.png --figure forest
+  python -m polarlm compare runs --group first-look       only the runs that were trained with group=first-look
+  python -m polarlm compare runs --sweep blocks           only the runs of one sweep
+  python -m polarlm compare runs --figure forest --picture verdict.svg
+  python -m polarlm compare runs --figure all --format pdf --latex table.tex      for a paper
+  python -m polarlm compare runs --text --metric test/perplexity --published 28.01
   python -m polarlm compare runs --csv runs.csv --json runs.json --baseline rfa
 """
 
@@ -28,22 +37,43 @@ def add_parser(verbs: Any) -> None:
     """Add the verb `compare` to the command line."""
     parser = verbs.add_parser("compare", help=PURPOSE, description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("runs", nargs="+", help="run folders, patterns, or folders that contain runs")
+    parser.add_argument("--group", metavar="NAME", help="only runs trained with group=NAME (patterns work: 'lr-*')")
+    parser.add_argument("--sweep", metavar="NAME", help="only the runs of this sweep, finished ones it reused included")
     parser.add_argument(
-        "--out", type=Path, help="the page (report.html unless only --text, --csv or --json is asked for)"
+        "--searches", action="store_true", help="include the runs of learning-rate searches (tune, trial)"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="the page (default: report.html, unless --text, --csv, --json or --latex is given)"
     )
     parser.add_argument("--text", action="store_true", help="print the final table and the verdicts")
+    parser.add_argument("--latex", metavar="FILE", help="the final table for a paper, with booktabs ('-' prints it)")
     parser.add_argument("--csv", metavar="FILE", help="one row per run ('-' prints it)")
     parser.add_argument("--json", metavar="FILE", help="judged numbers and all curves ('-' prints it)")
-    parser.add_argument("--picture", type=Path, metavar="PNG", help="also a small picture of the page (needs Chromium)")
     parser.add_argument(
-        "--figure", metavar="NAME", help="of one figure only: forest, response, waterfall, bits, length, … (--picture)"
+        "--picture", type=Path, metavar="FILE", help="a picture of the page: .png, .svg or .pdf (needs Chromium)"
     )
+    parser.add_argument(
+        "--figure",
+        metavar="NAME",
+        help="draw one figure instead of the page (forest, response, waterfall, bits, length, …), or 'all': every "
+        "figure at print size into figures/, with captions.txt",
+    )
+    parser.add_argument(
+        "--wandb", nargs="?", const="polarlm", metavar="PROJECT", help="push verdict, table and forest plot to wandb"
+    )
+    parser.add_argument("--format", choices=FORMATS, default="pdf", help="file format for --figure all (pdf)")
     parser.add_argument("--baseline", help="block or group to compare with (standard, else the first)")
     parser.add_argument(
         "--metric", help="the loss to judge, e.g. val/bits_per_byte (test before val, bits before loss)"
     )
     parser.add_argument(
         "--margin", type=float, help="differences below this do not matter, in the loss's unit (0.005 bits per byte)"
+    )
+    parser.add_argument(
+        "--published",
+        type=float,
+        metavar="NUMBER",
+        help="does the mean of the seeds beat this published number? (one-sample t; say which with --metric)",
     )
     parser.add_argument(
         "--seeds", type=int, metavar="N", help="seeds planned per group: no verdict before, and looking costs nothing"
@@ -63,14 +93,23 @@ def compare(arguments: argparse.Namespace) -> int:
     """Carry out the verb; returns the exit code."""
     if arguments.watch is not None and arguments.watch <= 0:
         raise UserError(f"--watch {arguments.watch:g}: give a positive number of seconds")
-    for name, least in (("margin", 0.0), ("seeds", 1)):
+    if arguments.published is not None and not arguments.metric:
+        given = f"--published {arguments.published:g}"
+        raise UserError(f"{given}: say which number it is, for example --metric test/perplexity {given}")
+    for name, least in (("margin", 0.0), ("seeds", 1), ("published", 0.0)):
         value = getattr(arguments, name)
         if value is not None and value <= least:
             raise UserError(f"--{name} {value:g}: give a number above {least:g}")
-    if arguments.figure and not arguments.picture:
+    if arguments.figure and arguments.figure != "all" and not arguments.picture:
         raise UserError(f"--figure {arguments.figure}: say where the picture goes with --picture FILE.png")
-    only_data = arguments.text or arguments.csv or arguments.json
-    if arguments.out is None and (arguments.watch or arguments.picture or not only_data):
+    if arguments.picture and arguments.figure != "all" and arguments.picture.suffix[1:] not in FORMATS:
+        raise UserError(f"--picture {arguments.picture}: the file name must end in .{', .'.join(FORMATS)}")
+    if arguments.picture and not arguments.figure and arguments.picture.suffix == ".svg":
+        raise UserError(
+            f"--picture {arguments.picture}: a whole page has no SVG; add --figure forest, or take .png or .pdf"
+        )
+    only_data = arguments.text or arguments.csv or arguments.json or arguments.latex or arguments.wandb
+    if arguments.out is None and (arguments.watch or arguments.picture or arguments.figure or not only_data):
         arguments.out = Path("report.html")
     cache: dict = {}
     if arguments.watch is None:
@@ -89,14 +128,15 @@ def compare(arguments: argparse.Namespace) -> int:
 def _write_all(arguments: argparse.Namespace, cache: dict, reload_seconds: float | None = None) -> None:
     from polarlm.report.page import write_page
     from polarlm.report.payload import build_payload
-    from polarlm.report.picture import write_picture
-    from polarlm.report.tables import csv_report, json_report, text_report
+    from polarlm.report.picture import write_figures, write_picture
+    from polarlm.report.tables import csv_report, json_report, latex_report, protocol_caption, text_report
     from polarlm.runs.reading import find_run_folders, read_runs
     from polarlm.verdict.groups import group_runs
     from polarlm.verdict.judgement import judge_groups
     from polarlm.verdict.looks import Looks
+    from polarlm.verdict.published import compare_published, published_sentence
 
-    groups = group_runs(read_runs(find_run_folders(arguments.runs), cache))
+    groups = group_runs(selected(read_runs(find_run_folders(arguments.runs), cache), arguments))
     runs = [run for group in groups for run in group.runs]
     looks = Looks.beside(runs)
     judgement = judge_groups(
@@ -107,14 +147,21 @@ def _write_all(arguments: argparse.Namespace, cache: dict, reload_seconds: float
         planned_seeds=arguments.seeds,
         looks=looks,
     )
+    if arguments.published is not None:
+        compared = compare_published(groups, judgement, arguments.published, arguments.seeds, looks)
+        judgement.notes[:0] = [published_sentence(one, judgement) for one in compared]
     trouble = looks.record(judgement.looked)
     if trouble:
         print(f"warning: {trouble}", file=sys.stderr)
     out = Path(arguments.out).absolute() if arguments.out else None
     if arguments.text:
-        print(text_report(judgement, min(120, shutil.get_terminal_size((120, 24)).columns)))
+        print(text_report(judgement, min(80, shutil.get_terminal_size((80, 24)).columns)))
+    if arguments.latex:
+        _emit(arguments.latex, latex_report(judgement))
     if arguments.csv:
         _emit(arguments.csv, csv_report(groups))
+    if arguments.wandb and reload_seconds is None:
+        _push(arguments, judgement, runs)
     if out or arguments.json:
         payload = build_payload(groups, judgement, out, reload_seconds)
         if arguments.json:
@@ -123,9 +170,79 @@ def _write_all(arguments: argparse.Namespace, cache: dict, reload_seconds: float
             write_page(groups, judgement, payload, out)
             count = sum(len(group.runs) for group in groups)
             print(f"{arguments.out}: {count} runs, {out.stat().st_size / 1e6:.1f} MB", file=sys.stderr)
-            if arguments.picture and reload_seconds is None:
+            if reload_seconds is not None:
+                return
+            if arguments.figure == "all":
+                folder = arguments.picture or Path("figures")
+                for file in write_figures(out, folder, arguments.format, protocol_caption(judgement)):
+                    print(file, file=sys.stderr)
+            elif arguments.picture:
                 write_picture(out, arguments.picture, arguments.figure)
                 print(arguments.picture, file=sys.stderr)
+
+
+def _push(arguments: argparse.Namespace, judgement: Any, runs: list[Run]) -> None:
+    """Verdict, table and forest plot as one wandb run, named after the sweep or group."""
+    from polarlm.report.tables import results_table, text_report
+    from polarlm.report.verdict_data import forest_rows
+    from polarlm.training.loggers.wandb import log_comparison
+
+    forest = [{**row, "label": judgement.rows[row["group"]].group.label} for row in forest_rows(judgement) or []]
+    seen = log_comparison(
+        name=arguments.sweep or arguments.group or "comparison",
+        project=arguments.wandb,
+        folder=Path(runs[0].folder).parent / ".comparisons",
+        text=text_report(judgement),
+        table=results_table(judgement),
+        forest=forest,
+    )
+    print(f"wandb: {seen}", file=sys.stderr)
+
+
+def selected(runs: list[Run], arguments: argparse.Namespace) -> list[Run]:
+    """The runs that --group, --sweep and --searches choose; searches are left out unless nothing else is there."""
+    kept = runs
+    if arguments.group:
+        names = sorted({str(run.config.get("group")) for run in runs if run.config.get("group")})
+        kept = [run for run in runs if fnmatchcase(str(run.config.get("group")), arguments.group)]
+        if not kept:
+            near = did_you_mean(arguments.group, names)
+            raise UserError(f"--group {arguments.group}: no run has it. {near}Groups: {', '.join(names) or 'none'}")
+    if arguments.sweep:
+        kept = _of_sweep(kept, arguments.sweep)
+    if arguments.searches:
+        return kept
+    final = [run for run in kept if not is_search(run)]
+    if not final or len(final) == len(kept):
+        return kept
+    print(f"{len(kept) - len(final)} runs of searches left out (--searches includes them)", file=sys.stderr)
+    return final
+
+
+def is_search(run: Run) -> bool:
+    """Whether a run only chose a hyperparameter: of `polarlm tune`, or of the search of a trial or a study."""
+    from polarlm.verdict.trials import TUNING_SEED
+
+    group = str(run.config.get("group") or "")
+    journal = run.folder.parent / ".sweeps" / group / "study.journal"
+    return run.seed == TUNING_SEED or group.startswith("tune-") or (bool(group) and journal.exists())
+
+
+def _of_sweep(runs: list[Run], name: str) -> list[Run]:
+    """The runs of a sweep by the plan that it keeps in .sweeps/<name>/plan.json beside its runs."""
+    from polarlm.runs.identity import identity_of
+    from polarlm.runs.sweeps import read_plan
+
+    places = sorted({run.folder.parent for run in runs})
+    plans = [plan for place in places if (plan := read_plan(place, name))]
+    if not plans:
+        names = sorted({file.parent.name for place in places for file in place.glob(".sweeps/*/plan.json")})
+        raise UserError(f"No sweep '{name}' here. {did_you_mean(name, names)}Sweeps: {', '.join(names) or 'none'}")
+    wanted = {job["identity"] for plan in plans for job in plan["jobs"]} - {""}
+    kept = [run for run in runs if run.config and identity_of(run.config) in wanted]
+    if not kept:
+        raise UserError(f"--sweep {name}: none of its runs has started")
+    return kept
 
 
 def _emit(target: str, text: str) -> None:

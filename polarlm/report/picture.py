@@ -1,62 +1,97 @@
-"""A picture of the page, or of one of its figures, for a README: taken by a headless Chromium, small."""
+"""Pictures of the page and of its figures: drawn by the page itself in a headless Chromium, light, at print size."""
 
+import base64
+import json
+import re
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote
+from urllib.parse import urlencode
 
 from polarlm.errors import UserError
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=20000")
 WINDOW = (1440, 1920)  # table, verdicts, learning curves and radial growth
 SCALE = 0.7
-FIGURE_WINDOW = (860, 1000)  # one figure alone; what is empty is cut off
-BORDER = 10
 COLOURS = 128  # a palette makes the file four times smaller and nobody sees it
+PRINTED = re.compile(r'<script type="application/json" id="printed">(.*?)</script>', re.DOTALL)
 
 
 def write_picture(page: Path, out: Path, figure: str | None = None) -> Path:
-    """Photograph the top of a report, or one figure of it (forest, waterfall, bits, …; eval.py's: length, …)."""
-    browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
-    if browser is None:
-        raise UserError(
-            f"--picture needs a browser and found none of {', '.join(BROWSERS)}; try apt-get install chromium"
-        )
+    """Write the top of a report (PNG, PDF) or one figure of it (also SVG) into `out`; its suffix chooses the format."""
+    kind = out.suffix[1:]
+    if figure is not None:
+        (made,) = _printed(page, figure, kind, titled=True)
+        _write(out, made)
+        return out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "pdf":
+        _browse(page.as_uri(), "--no-pdf-header-footer", f"--print-to-pdf={out.absolute()}")
+        return out
     from PIL import Image
 
-    window = FIGURE_WINDOW if figure else WINDOW
-    address = page.as_uri() + (f"#figure={quote(figure)}" if figure else "")
     with tempfile.TemporaryDirectory() as folder:
         shot = Path(folder) / "shot.png"
-        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={folder}"]
-        options += [f"--window-size={window[0]},{window[1]}", "--virtual-time-budget=10000", f"--screenshot={shot}"]
-        done = subprocess.run([browser, *options, address], capture_output=True, text=True, timeout=300)
-        if not shot.exists():
-            raise UserError(f"{browser} made no picture of {page}: {done.stderr.strip().splitlines()[-1:]}")
+        _browse(page.as_uri(), f"--window-size={WINDOW[0]},{WINDOW[1]}", f"--screenshot={shot}")
         image = Image.open(shot).convert("RGB")
-        if figure:
-            image = _without_empty_edges(image, figure)
-        else:
-            image = image.resize((round(image.width * SCALE), round(image.height * SCALE)), Image.Resampling.LANCZOS)
-        out.parent.mkdir(parents=True, exist_ok=True)
+        image = image.resize((round(image.width * SCALE), round(image.height * SCALE)), Image.Resampling.LANCZOS)
         image.quantize(COLOURS, dither=Image.Dither.NONE).save(out, optimize=True)
     return out
 
 
-def _without_empty_edges(image: Any, figure: str) -> Any:
-    from PIL import Image, ImageChops
+def write_figures(page: Path, folder: Path, kind: str, protocol: str) -> list[Path]:
+    """Write every figure of a report at print size, and captions.txt: what each shows and how it was measured."""
+    files, captions = [], []
+    for made in _printed(page, "all", kind, titled=False):
+        files.append(folder / f"{re.sub(r'[^a-z0-9]+', '-', made['name'].lower()).strip('-')}.{kind}")
+        _write(files[-1], made)
+        captions.append(f"{files[-1].name}\n{made['title']}. {made['note']} {protocol}\n")
+    files.append(folder / "captions.txt")
+    files[-1].write_text("\n".join(captions), encoding="utf-8")
+    return files
 
-    box = ImageChops.difference(image, Image.new("RGB", image.size, image.getpixel((0, 0)))).getbbox()
-    if box is None:
-        raise UserError(f"--figure {figure}: this page has no such figure, or nothing to draw in it")
-    left, top, right, bottom = box
-    return image.crop(
-        (
-            max(0, left - BORDER),
-            max(0, top - BORDER),
-            min(image.width, right + BORDER),
-            min(image.height, bottom + BORDER),
+
+def _printed(page: Path, figure: str, kind: str, *, titled: bool) -> list[dict]:
+    """What the page draws for `#print=…`: name, title, note, size, and the picture as SVG text or PNG in base64."""
+    wanted = {"print": figure, "format": "png" if kind == "png" else "svg", "titled": int(titled)}
+    answered = PRINTED.search(_browse(f"{page.as_uri()}#{urlencode(wanted)}", "--dump-dom"))
+    if answered is None:
+        raise UserError(f"{page}: the page drew no figures; is it of another version of polarlm?")
+    answer = json.loads(answered[1])
+    if not answer["figures"]:
+        raise UserError(f"--figure {figure}: this page has no such figure. Figures: {', '.join(answer['names'])}, all")
+    return answer["figures"]
+
+
+def _write(out: Path, made: dict) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.suffix == ".png":
+        out.write_bytes(base64.b64decode(made["data"]))
+    elif out.suffix == ".svg":
+        out.write_text(made["data"], encoding="utf-8")
+    else:
+        size = f"@page {{ size: {made['width']}px {made['height']}px; margin: 0 }}"
+        with tempfile.TemporaryDirectory() as folder:
+            sheet = Path(folder) / "figure.html"
+            sheet.write_text(
+                f"<meta charset=utf-8><style>{size} body {{ margin: 0 }}</style>{made['data']}",
+                encoding="utf-8",
+            )
+            _browse(sheet.as_uri(), "--no-pdf-header-footer", f"--print-to-pdf={out.absolute()}")
+
+
+def _browse(address: str, *options: str) -> str:
+    """Open an address in a headless browser; returns what it prints."""
+    browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if browser is None:
+        raise UserError(
+            f"Pictures need a browser; none of {', '.join(BROWSERS)} is here. Try: apt-get install chromium"
         )
-    )
+    with tempfile.TemporaryDirectory() as profile:
+        command = [browser, *OPTIONS, f"--user-data-dir={profile}", *options, address]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise UserError(f"{browser} drew nothing: {''.join(done.stderr.strip().splitlines()[-1:])}")
+    return done.stdout

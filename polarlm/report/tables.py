@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polarlm.columns import aligned
-from polarlm.report.captions import usual_caption
+from polarlm.report.captions import shared_caption, usual_caption
 from polarlm.verdict.estimates import Estimate
 from polarlm.verdict.groups import Group, config_differences, show
 from polarlm.verdict.headline import headline
@@ -74,8 +74,8 @@ def difference_table(groups: Sequence[Group]) -> Table:
 def text_report(judgement: Judgement, width: int = 120) -> str:
     """The final table and the verdicts for a terminal."""
     numbers = f"Final loss on the {judgement.measure.split} split; ± is half of the 95 % interval."
-    lines = [headline(judgement), "", numbers, ""]
-    lines += [_aligned(results_table(judgement)), ""]
+    lines = [textwrap.fill(headline(judgement), width), "", textwrap.fill(numbers, width), ""]
+    lines += [*_fitted(results_table(judgement), width), ""]
     if usual := usual_caption([judged.group for judged in judgement.rows]):
         lines += [textwrap.fill(usual, width), ""]
     for judged in judgement.rows:
@@ -176,6 +176,92 @@ def show_count(number: float | None) -> str:
     return f"{number:.3g}"
 
 
-def _aligned(table: Table) -> str:
-    rules = ["─" * max(map(len, column)) for column in zip(table.columns, *table.rows)]
-    return "\n".join(aligned([table.columns, rules, *table.rows]))
+def _fitted(table: Table, width: int) -> list[str]:
+    """The table in as many stacked pieces as the width needs; each repeats the first column, long labels wrap."""
+    labels = [textwrap.wrap(row[0], max(12, width // 3), break_on_hyphens=False) or [""] for row in table.rows]
+    first = max(len(line) for lines in [[table.columns[0]], *labels] for line in lines)
+    pieces: list[list[int]] = [[]]
+    room = width - first
+    for index in range(1, len(table.columns)):
+        needs = 2 + max(len(row[index]) for row in [table.columns, *table.rows])
+        if needs > room and pieces[-1]:
+            pieces.append([])
+            room = width - first
+        pieces[-1].append(index)
+        room -= needs
+    text: list[str] = []
+    for piece in pieces:
+        rows = [[table.columns[0], *(table.columns[i] for i in piece)]]
+        rows.append(["─" * first, *("─" * max(len(row[i]) for row in [table.columns, *table.rows]) for i in piece)])
+        for lines, row in zip(labels, table.rows):
+            rows.append([lines[0], *(row[i] for i in piece)])
+            rows += [[line, *("" for _ in piece)] for line in lines[1:]]
+        text += ([""] if text else []) + aligned(rows)
+    return text
+
+
+def latex_report(judgement: Judgement) -> str:
+    """The final table for a paper: means and differences with their 95 % intervals, the protocol in the caption."""
+    measure = judgement.measure
+    judged = [row.comparison for row in judgement.rows if row.comparison is not None]
+    against = {c.baseline for c in judged}
+    head = ["Model", "Seeds", "Parameters", "FLOPs", f"{measure.title.capitalize()} ({measure.split})"]
+    head += ["Difference (95\\,\\% interval)", "$p$ (Holm)", "Verdict"]
+    lines = [
+        "% needs \\usepackage{booktabs}",
+        "\\begin{table}",
+        "  \\centering",
+        f"  \\caption{{{_latex(protocol_caption(judgement))}}}",
+        "  \\begin{tabular}{lrrrrrrl}",
+        "    \\toprule",
+        f"    {' & '.join(head)} \\\\",
+        "    \\midrule",
+    ]
+    for row in judgement.rows:
+        c, mean = row.comparison, show_estimate(row.estimates[measure.name])
+        cells = [_latex(row.group.label), str(row.estimates[measure.name].n), show_count(row.budget.parameters)]
+        cells += [show_count(row.budget.flops), f"${mean.replace('±', PLUS_MINUS)}$".replace("−", "-")]
+        cells += ["" if c is None else f"${latex_difference(c.difference)}$"]
+        p = None if c is None else c.p_adjusted
+        cells += ["" if p is None else "$<0.001$" if p < 0.001 else f"${p:.3f}$"]
+        lines.append(f"    {' & '.join([*cells, _latex(row.outcome)])} \\\\")
+    label = "tab:comparison" if len(against) != 1 else f"tab:against-{against.pop()}".replace(" ", "-")
+    return "\n".join([*lines, "    \\bottomrule", "  \\end{tabular}", f"  \\label{{{label}}}", "\\end{table}", ""])
+
+
+PLUS_MINUS = "\\pm"
+
+
+def latex_difference(difference: Estimate) -> str:
+    """-0.109 [-0.120, -0.099]: the mean and both ends, with as many digits as the interval carries."""
+    if difference.low is None or difference.high is None:
+        return f"{difference.mean:+.4g}"
+    half = (difference.high - difference.low) / 2
+    digits = max(0, -int(f"{half:.1e}".partition("e")[2]) + 1) if half else 4
+    mean, low, high = (f"{value:+.{digits}f}" for value in (difference.mean, difference.low, difference.high))
+    return f"{mean}\\;[{low}, {high}]"
+
+
+def protocol_caption(judgement: Judgement) -> str:
+    """How the numbers came about, in two or three sentences, for a table or a figure of a paper."""
+    groups = [row.group for row in judgement.rows]
+    baselines = list(dict.fromkeys(row.comparison.baseline for row in judgement.rows if row.comparison is not None))
+    measure = judgement.measure
+    direction = "lower" if measure.lower_is_better else "higher"
+    words = [f"{measure.title.capitalize()} on the {measure.split} split ({direction} is better), mean over seeds."]
+    if baselines:
+        words.append(
+            f"Differences are against {' and '.join(baselines)} on paired seeds with 95 % intervals (paired t); "
+            "p is corrected for all comparisons of the table (Holm)."
+        )
+    if judgement.margin:
+        words.append(f"Differences below {judgement.margin:.3g} {measure.unit} are treated as negligible.")
+    if shared := shared_caption(groups):
+        words.append(shared)
+    return " ".join(words)
+
+
+def _latex(text: str) -> str:
+    special = {"\\": r"\textbackslash{}", "·": r"$\cdot$", "−": "$-$", "±": r"$\pm$", "Δ": r"$\Delta$"}
+    special |= {c: "\\" + c for c in "&%$#_{}"} | {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    return "".join(special.get(c, c) for c in text)

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from polarlm.report.tables import finite_ends
 from polarlm.verdict.comparison import NOT_SHOWN, Comparison
 from polarlm.verdict.evidence import ALPHA
 from polarlm.verdict.groups import Group, short_key, varied_number, varied_value
@@ -22,7 +21,7 @@ def verdict_data(groups: Sequence[Group], judgement: Judgement) -> dict[str, Any
     """What the figures of the verdict draw; parts that do not apply are None."""
     most = max((len(set(group.seeds)) for group in groups), default=1)
     return {
-        "forest": _forest(judgement),
+        "forest": forest_rows(judgement),
         "response": _response(groups, judgement),
         "waterfall": _waterfall(judgement),
         "margin": judgement.margin,
@@ -32,7 +31,8 @@ def verdict_data(groups: Sequence[Group], judgement: Judgement) -> dict[str, Any
     }
 
 
-def _forest(judgement: Judgement) -> list[dict[str, Any]] | None:
+def forest_rows(judgement: Judgement) -> list[dict[str, Any]] | None:
+    """Difference to the baseline, interval and outcome of every group; None where there is no interval to draw."""
     rows = [_row(index, row) for index, row in enumerate(judgement.rows) if row.comparison is not None]
     return rows if any(row["low"] is not None for row in rows) else None
 
@@ -64,7 +64,7 @@ def _interval(c: Comparison) -> dict[str, Any]:
         "mean": c.difference.mean if math.isfinite(c.difference.mean) else None,
         "low": c.difference.low,
         "high": c.difference.high,
-        "all": finite_ends(c.simultaneous),
+        "all": c.joint_interval,
         "p": c.p_adjusted,
     }
 

@@ -14,12 +14,14 @@ import shutil
 import sys
 import zipfile
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from safetensors import SafetensorError
+from torch.utils._pytree import tree_map
 
 from polarlm.data.atomic import explained, flush_folder, megabytes, replacing
 from polarlm.errors import UserError
@@ -31,22 +33,37 @@ LAST, BEST = "last.ckpt", "best.ckpt"
 
 
 class SafeCheckpointIO(CheckpointIO):
-    """Written beside, flushed, read back, renamed; loaded with weights_only=True and only when every bit is right."""
+    """Written beside, flushed, read back, renamed; loaded with weights_only=True and only when every bit is right.
+
+    With `background`, `save_checkpoint` only copies the state to the CPU's memory; a thread does the rest, and whoever
+    saved must `wait` before the file is given another name.
+    """
+
+    def __init__(self, *, background: bool = False) -> None:
+        self._thread = ThreadPoolExecutor(1, "polarlm-checkpoint") if background else None
+        self._pending: Future[Any] | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Replace `path` in one step, and only by a finite state that was read back whole."""
-        target = Path(path)
-        if (name := first_non_finite(trained(checkpoint))) is not None:
-            raise FloatingPointError(f"{name} is not finite: {target.name} was not written")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        beside = target.with_name(f".{target.name}.tmp")
-        with explained(target, lambda: sum(t.nbytes for _, t in tensors_of(checkpoint))), replacing(target, beside):
-            with open(beside, "wb") as file:
-                _write(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            verify_checksums(beside)
-            load_checkpoint(beside, mmap=True)
+        if self._thread is None:
+            write_checkpoint(checkpoint, Path(path))
+        else:
+            self.begin(write_checkpoint, copied_to_cpu(checkpoint), Path(path))
+
+    def begin(self, work: Callable[..., Any], *arguments: Any) -> None:
+        """Let the thread do this; one thing at a time."""
+        assert self._thread is not None and self._pending is None
+        self._pending = self._thread.submit(work, *arguments)
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to wait for."""
+        return self._pending is None or self._pending.done()
+
+    def wait(self) -> Any:
+        """What the thread's work returned, or raised; None when there was none."""
+        pending, self._pending = self._pending, None
+        return None if pending is None else pending.result()
 
     def load_checkpoint(
         self, path: Any, map_location: Any | None = None, weights_only: bool | None = None
@@ -57,6 +74,36 @@ class SafeCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: Any) -> None:
         """Delete a checkpoint file."""
         Path(path).unlink(missing_ok=True)
+
+
+def copied_to_cpu(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The same state in tensors that training does not change; tied weights stay one tensor."""
+    copies: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def copy(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        key = (leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype)
+        if key not in copies:
+            copies[key] = leaf.detach().to("cpu", copy=True)
+        return copies[key]
+
+    return tree_map(copy, checkpoint)
+
+
+def write_checkpoint(checkpoint: dict[str, Any], target: Path) -> None:
+    """Replace `target` in one step, and only by a finite state that was read back whole."""
+    if (name := first_non_finite(trained(checkpoint))) is not None:
+        raise FloatingPointError(f"{name} is not finite: {target.name} was not written")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = target.with_name(f".{target.name}.tmp")
+    with explained(target, lambda: sum(t.nbytes for _, t in tensors_of(checkpoint))), replacing(target, beside):
+        with open(beside, "wb") as file:
+            _write(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        verify_checksums(beside)
+        load_checkpoint(beside, mmap=True)
 
 
 def _write(checkpoint: dict[str, Any], file: IO[bytes]) -> None:

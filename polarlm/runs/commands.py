@@ -1,4 +1,4 @@
-"""Verbs that use a trained run: `python -m polarlm generate | export | import | harness`; inspect is in launch."""
+"""Verbs that use a trained run: `python -m polarlm generate | import | harness`; export and inspect are in launch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,6 @@ def add_parser(verbs: Any) -> None:
     """Add the verbs."""
     _add_generate(verbs)
     _add_harness(verbs)
-    p = verbs.add_parser(
-        "export",
-        help="a run as a folder for other programs (transformers)",
-        description="Write a run as a folder that transformers loads without polarlm being installed.",
-    )
-    p.add_argument("folder", metavar="run", help=RUN)
-    p.add_argument("--to", choices=["hf"], default="hf", help="hf: Hugging Face transformers (default)")
-    p.add_argument("--out", type=Path, help="the folder to write (default: <run>/export-hf)")
-    p.set_defaults(run=export)
     p = verbs.add_parser(
         "import",
         help="a run folder from an exported one",
@@ -98,7 +89,6 @@ def generate(options: argparse.Namespace) -> int:
     """Print every prompt and its continuation, as it is written."""
     from polarlm.evaluation.generate import Sampling, stream_text
     from polarlm.runs.restore import restore_run
-    from polarlm.visible import visible_text
 
     sampling = Sampling(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Sampling)})
     if options.tokens < 0:
@@ -108,9 +98,9 @@ def generate(options: argparse.Namespace) -> int:
     for number, prompt in enumerate(prompts):
         if len(prompts) > 1:
             print(f"{'' if number == 0 else chr(10)}--- prompt {number + 1} of {len(prompts)}")
-        sys.stdout.write(visible_text(prompt))
+        sys.stdout.write(prompt)
         for piece in stream_text(run.model, run.tokenizer, prompt, options.tokens, sampling, stop=options.stop):
-            sys.stdout.write(visible_text(piece))
+            sys.stdout.write(piece)
             sys.stdout.flush()
         print()
     return 0
@@ -120,25 +110,8 @@ def print_description(options: argparse.Namespace) -> int:
     """Print what the run's model is."""
     from polarlm.runs.inspection import describe_run
     from polarlm.runs.restore import restore_run
-    from polarlm.visible import visible_text
 
-    print(visible_text(describe_run(restore_run(options.folder, "cpu"))))
-    return 0
-
-
-def export(options: argparse.Namespace) -> int:
-    """Write the folder and say how to load it."""
-    from polarlm.runs.export.folder import export_run
-    from polarlm.runs.restore import restore_run
-    from polarlm.visible import visible_text
-
-    run = restore_run(options.folder, "cpu")
-    out = options.out or run.folder / "export-hf"
-    remote = export_run(run, out)
-    shown = visible_text(str(out))
-    print(f"{shown}: {'a Llama of transformers' if not remote else 'with its own code (trust_remote_code=True)'}")
-    argument = ", trust_remote_code=True" if remote else ""
-    print(f'  AutoModelForCausalLM.from_pretrained("{shown}"{argument})')
+    print(describe_run(restore_run(options.folder, "cpu")))
     return 0
 
 

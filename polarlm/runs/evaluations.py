@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.data.atomic import explained, replacing
-from polarlm.data.expansion import allowed_in_memory, require_allowed
+from polarlm.data.atomic import allowed_in_memory, explained, replacing, require_allowed
 from polarlm.errors import UserError
 from polarlm.runs.files import read_json, write_json
 

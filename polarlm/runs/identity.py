@@ -14,8 +14,8 @@ from polarlm.errors import UserError
 # (The names of choices are not what they choose: a run made by hand and the same run in a named sweep are one. What a
 # recipe asks for stands in the groups that do it.)
 IRRELEVANT = (
-    "name", "group", "resume", "runs_dir", "cache_dir", "logger", "sample", "diagnostics", "choices", "recipe",
-    "matched",
+    "name", "group", "resume", "runs_dir", "cache_dir", "logger", "callbacks", "sample", "diagnostics", "choices",
+    "recipe", "matched", "jobs", "micro_batch_found",
 )  # fmt: skip
 # What `match=` solves.
 SOLVED = {"parameters": "model.ffn_width", "flops": "model.ffn_width", "seconds": "trainer.max_steps"}
@@ -32,6 +32,8 @@ def experiment_of(config: dict[str, Any]) -> dict[str, Any]:
     """The part of a configuration that decides the numbers."""
     kept = {key: value for key, value in config.items() if key not in IRRELEVANT}
     kept["trainer"] = {k: v for k, v in config["trainer"].items() if k not in IRRELEVANT_TRAINER}
+    if config.get("micro_batch_found"):  # the card decided; what was asked is the experiment
+        kept["trainer"]["micro_batch_tokens"] = "auto"
     if config.get("match") is None:  # as before there was such a setting
         kept = {key: value for key, value in kept.items() if key not in ("match", "match_block")}
     block = with_additions(config).get("block")
@@ -77,11 +79,11 @@ def identity_of(config: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(experiment_of(config), sort_keys=True).encode()).hexdigest()
 
 
-def default_name(config: dict[str, Any]) -> str:
-    """block-model-data-seed plus a hash of everything that decides the numbers."""
+def default_name(config: dict[str, Any], swept: str = "") -> str:
+    """block-model-data-seed, with what a sweep varies before the seed, and a hash of what decides the numbers."""
     choices = config["choices"]
-    start = f"{choices['block']}-{choices['model']}-{choices['data']}-seed{config['seed']}"
-    return f"{start}-{identity_of(config)[:6]}"
+    parts = [choices["block"], choices["model"], choices["data"], *([swept] if swept else []), f"seed{config['seed']}"]
+    return "-".join([*parts, identity_of(config)[:6]])
 
 
 SECRET = re.compile(r"(api_?key|password|passwd|secret|access_?token|auth_?token)$", re.IGNORECASE)

@@ -16,6 +16,7 @@ from polarlm.runs.settings_of import default_settings
 
 PARTS = {"embedding": "embedding", "head": "output", "mixer": "attention", "feed_forward": "feed-forward"}
 OPTIMISER_BYTES = 8  # AdamW's two moments, fp32
+MEASURED_LENGTH, MEASURED_TOKENS = 2048, 16384
 
 
 def describe_run(run: RestoredRun) -> str:
@@ -25,10 +26,12 @@ def describe_run(run: RestoredRun) -> str:
     lines += indented([(name, f"{count:,}", f"{share:.1%}") for name, count, share in parameter_parts(model)])
     lines += ["", f"FLOPs per token (training, context {context:,}; forward is a third of it)"]
     lines += indented([(name, f"{flops:,}") for name, flops in flops_parts(model, context)])
-    tokens = int(run.config["trainer"]["micro_batch_tokens"])
-    rows = max(1, tokens // context)
-    lines += ["", f"Memory of a training step in fp32 (micro-batch of {rows} × {context:,} tokens)"]
-    lines += indented([(name, _bytes(size)) for name, size in memory_parts(model, rows)])
+    # Measured with a forward pass, so no larger than any machine can do: a stranger may have written any size.
+    length = min(context, MEASURED_LENGTH)
+    given = run.config["trainer"].get("micro_batch_tokens")
+    rows = max(1, (min(given, MEASURED_TOKENS) if isinstance(given, int) else MEASURED_TOKENS) // length)
+    lines += ["", f"Memory of a training step in fp32 (micro-batch of {rows} × {length:,} tokens)"]
+    lines += indented([(name, _bytes(size)) for name, size in memory_parts(model, rows, length)])
     scalars = learned_scalars(model)
     if scalars:
         lines += ["", "Learned scalars (a row per layer; a number per head, or one for all)"]
@@ -71,17 +74,17 @@ def flops_parts(model: GPT, context: int) -> list[tuple[str, int]]:
     ]
 
 
-def memory_parts(model: GPT, rows: int) -> list[tuple[str, int]]:
+def memory_parts(model: GPT, rows: int, length: int) -> list[tuple[str, int]]:
     """(what, bytes): weights, gradients, AdamW's moments, and what one forward pass keeps for its backward pass."""
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     elements = model.parameter_count()
-    kept = saved_bytes(model, rows)
+    kept = saved_bytes(model, rows, length)
     parts = [("weights", parameters), ("gradients", parameters), ("optimiser", OPTIMISER_BYTES * elements)]
     parts.append(("activations", kept))
     return [*parts, ("total", sum(size for _, size in parts))]
 
 
-def saved_bytes(model: GPT, rows: int) -> int:
+def saved_bytes(model: GPT, rows: int, length: int) -> int:
     """Bytes that autograd holds after a forward pass: every storage once, weights not counted."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     seen: dict[int, int] = {}
@@ -94,7 +97,7 @@ def saved_bytes(model: GPT, rows: int) -> int:
             alive.append(tensor)
         return tensor
 
-    tokens = torch.zeros(rows, model.config.context, dtype=torch.long, device=model.embedding.weight.device)
+    tokens = torch.zeros(rows, length, dtype=torch.long, device=model.embedding.weight.device)
     training = model.training
     model.train()
     try:

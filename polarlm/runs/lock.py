@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from polarlm.data.atomic import explained, require_plain_file
 from polarlm.errors import UserError
+from polarlm.runs.files import is_alive
 
 NAME = "run.lock"
 # Locks of some network file systems hold on one machine only: a sign of life of another machine counts so long.
@@ -43,8 +44,8 @@ class RunLock:
         self._file.close()
 
 
-def lock_folder(folder: Path) -> RunLock:
-    """Become the folder's only writer, or say who is."""
+def lock_folder(folder: Path, *, force: bool = False) -> RunLock:
+    """Become the folder's only writer, or say who is; `force` overrules another machine that seems to be alive."""
     path = folder / NAME
     if path.is_symlink():
         raise UserError(f"{path} is a link to another file, which would be overwritten; delete it")
@@ -56,21 +57,20 @@ def lock_folder(folder: Path) -> RunLock:
     while not (locked := _try_lock(file)) and time.monotonic() < patience:
         time.sleep(0.2)
     owner = _owner(file)
-    if not locked or _lives_elsewhere(path, owner):
+    elsewhere = locked and not force and _lives_elsewhere(path, owner)
+    if not locked or elsewhere:
         file.close()
         who = (
             f"process {owner.get('pid')} on {owner.get('host')}, since {owner.get('since')}"
             if owner
             else "another process"
         )
-        raise UserError(
-            f"{folder} is being written by {who}; wait for it, end it, or use another name=… "
-            f"(if you are sure that it is gone, delete {path})"
-        )
+        hint = "; if you are sure that it is gone, add resume=force" if elsewhere else ""
+        raise UserError(f"{folder} is being written by {who}; wait for it, end it, or use another name=…{hint}")
     file.seek(0)
     file.truncate()
     started = time.strftime("%Y-%m-%d %H:%M:%S")
-    json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": started}, file)
+    json.dump({"pid": os.getpid(), "host": socket.gethostname(), "boot": boot_id(), "since": started}, file)
     file.flush()
     return RunLock(path, file)
 
@@ -88,15 +88,19 @@ def writer_is_gone(folder: Path) -> bool:
     return not is_alive(owner["pid"])
 
 
-def is_alive(pid: int) -> bool:
-    """Whether there is a process of this number on this machine."""
+def is_locked(folder: Path) -> bool:
+    """Whether a living process writes into this run folder."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        import fcntl
+
+        require_plain_file(folder / NAME)
+        with (folder / NAME).open("rb") as file:
+            fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except (ImportError, OSError):  # Windows, no lock file, or a file system without locks
         return False
-    except (OSError, OverflowError):
-        return True  # and somebody else's
-    return True
+    return False
 
 
 def _try_lock(file: IO[str]) -> bool:
@@ -128,5 +132,16 @@ def _owner(file: IO[str]) -> dict[str, Any]:
 
 
 def _lives_elsewhere(path: Path, owner: dict[str, Any]) -> bool:
+    """Whether a machine that does not share our locks wrote lately; within one boot the kernel's lock is right."""
+    boot = boot_id()
+    same_machine = owner.get("host") == socket.gethostname() or (boot is not None and owner.get("boot") == boot)
     silent = time.time() - path.stat().st_mtime
-    return bool(owner) and owner.get("host") != socket.gethostname() and silent < SIGN_OF_LIFE_SECONDS
+    return bool(owner) and not same_machine and silent < SIGN_OF_LIFE_SECONDS
+
+
+def boot_id() -> str | None:
+    """What all containers of this machine have in common until it starts again; None where there is no such thing."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return None

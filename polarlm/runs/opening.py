@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import glob
 import os
-import secrets
-import shutil
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from polarlm.data import Corpus
-from polarlm.data.atomic import explained, flush_folder
+from polarlm.data.atomic import flush_folder
 from polarlm.errors import UserError
 from polarlm.runs.environment import environment
-from polarlm.runs.files import read_json, write_json, write_text
+from polarlm.runs.files import folder_beside, read_json, write_config, write_json
 from polarlm.runs.folder import choose_folder
-from polarlm.runs.lock import RunLock, is_alive, lock_folder
+from polarlm.runs.lock import RunLock, lock_folder
 
 ATTEMPTS = 20
-ABANDONED_AFTER_SECONDS = 3600
 
 
 def open_run(config: dict[str, Any], corpus: Corpus, parameters: int) -> tuple[Path, RunLock, bool]:
     """(folder, its lock, whether an earlier run goes on) for a configuration; other processes may try the same."""
     for _ in range(ATTEMPTS):
         folder, again, note = choose_folder(config)
-        opened = lock_folder(folder) if again else _build(folder, config, corpus, parameters)
+        force = config["resume"] == "force"
+        opened = lock_folder(folder, force=force) if again else _build(folder, config, corpus, parameters)
         if opened is None:
             continue  # another process was faster: look again
         if again:
@@ -68,49 +61,23 @@ def _identity(folder: Path, config: dict[str, Any], parameters: int) -> dict[str
 
 def _build(folder: Path, config: dict[str, Any], corpus: Corpus, parameters: int) -> RunLock | None:
     """Write the folder beside its place, lock it and move it there; None when the place was taken meanwhile."""
-    _clean_up(folder)
-    # The number of a killed process can be ours now (in a container it usually is), so a number is not enough.
-    beside = folder.with_name(f".{folder.name}.{os.getpid()}-{secrets.randbelow(10**9)}.new")
-    with explained(folder):
-        beside.mkdir(parents=True)
-    try:
+    with folder_beside(folder) as beside:
         lock = lock_folder(beside)
-        corpus.tokenizer.save(beside / "tokenizer")
-        write_json(beside / "corpus.json", corpus.describe())
-        write_json(beside / "environment.json", environment())
-        write_json(beside / "summary.json", {**_identity(folder, config, parameters), "status": "running"})
-        write_text(beside / "config.yaml", yaml.dump(config, Dumper=_PlainDumper, sort_keys=False, allow_unicode=True))
         try:
+            corpus.tokenizer.save(beside / "tokenizer")
+            write_json(beside / "corpus.json", corpus.describe())
+            write_json(beside / "environment.json", environment())
+            write_json(beside / "summary.json", {**_identity(folder, config, parameters), "status": "running"})
+            write_config(beside / "config.yaml", config)
             os.rename(beside, folder)  # fails when a folder with content is there
         except OSError as error:
+            lock.release()
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                 raise
-            lock.release()
-            shutil.rmtree(beside, ignore_errors=True)
             return None
         flush_folder(folder.parent)
         lock.path = folder / lock.path.name
         return lock
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
-
-
-class _PlainDumper(yaml.SafeDumper):
-    """Without aliases, which readers of a run folder refuse."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _clean_up(folder: Path) -> None:
-    """Remove what killed processes began to build in this place."""
-    for left in folder.parent.glob(f".{glob.escape(folder.name)}.*.new"):
-        pid = left.name.rsplit(".", 2)[1].partition("-")[0]
-        gone = pid.isdigit() and not is_alive(int(pid))
-        with contextlib.suppress(OSError):
-            if gone or time.time() - left.stat().st_mtime > ABANDONED_AFTER_SECONDS:
-                shutil.rmtree(left, ignore_errors=True)
 
 
 def check_continuation(folder: Path, corpus: Corpus) -> None:

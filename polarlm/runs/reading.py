@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from polarlm.data.atomic import parse_json
 from polarlm.errors import UserError
 from polarlm.runs.files import parse_config, printable, require_plain_files
 from polarlm.runs.identity import flatten, with_additions
@@ -106,7 +107,7 @@ def read_run(folder: Path, max_probes: int = MAX_PROBES) -> Run:
     require_plain_files(folder)
     problems: list[str] = []
     config = _read(folder / "config.yaml", parse_config, problems)
-    summary = _read(folder / "summary.json", json.loads, problems)
+    summary = _read(folder / "summary.json", parse_json, problems)
     metrics = read_metrics(folder / "metrics.jsonl")
     probes, torn = read_probes(folder / "diagnostics" / "probe.jsonl", max_probes)
     if metrics.unreadable:

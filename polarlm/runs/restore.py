@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from polarlm.data import Tokenizer, load_tokenizer
 from polarlm.errors import UserError
-from polarlm.model import GPT
+from polarlm.model import GPT, GPTConfig
 from polarlm.model.build import build_model
 from polarlm.runs.checkpoints import load_verified, newest_usable
 from polarlm.runs.files import read_config, require_plain_files
 from polarlm.runs.identity import with_additions
 from polarlm.runs.tensor_files import DamagedCheckpoint, read_tensors, write_tensors
+from polarlm.settings import read_settings
 
 WEIGHTS = "model.safetensors"
 REQUIRED = ("choices", "model", "block", "data", "tokenizer", "trainer")  # groups of a configuration
@@ -73,8 +75,11 @@ def save_weights(model_state: dict[str, torch.Tensor], path: Path, *, tied: bool
     write_tensors({k: v.contiguous() for k, v in model_state.items() if not (tied and k == "head.weight")}, path)
 
 
-def restore_run(where: str | Path, device: str = "auto") -> RestoredRun:
-    """Rebuild a run from its folder; raises UserError when the pieces do not fit together."""
+def restore_run(where: str | Path, device: str = "auto", *, typed: bool = False) -> RestoredRun:
+    """Rebuild a run from its folder; raises UserError when the pieces do not fit together.
+
+    `typed`: its configuration is what the user has just typed, so it may name the user's own classes.
+    """
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"device={device} is unknown; choose auto, cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
@@ -104,7 +109,8 @@ def restore_run(where: str | Path, device: str = "auto") -> RestoredRun:
             f"{path} was trained with a vocabulary of {vocabulary}, but {folder / 'tokenizer'} has "
             f"{tokenizer.vocab_size} tokens: the two do not belong together"
         )
-    model = build_model(config, vocabulary)
+    require_shapes(config, weights, sentence, stored=not typed)
+    model = build_model(config, vocabulary, stored=not typed)
     load_into(model, weights, sentence)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -119,6 +125,32 @@ def require_size(model: dict[str, Any], weights: dict[str, torch.Tensor], senten
     for key, value in sizes.items():
         if model.get(key) != value:
             raise UserError(f"{sentence}: model.{key} is {model.get(key)!r}, the weights have {value}")
+
+
+class ShapesOnly(TorchFunctionMode):
+    """Matrices made inside have shapes and no memory; what is computed from the settings themselves has both."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **{**(kwargs or {}), **({"device": "meta"} if func is torch.empty else {})})
+
+
+def require_shapes(config: dict[str, Any], weights: dict[str, torch.Tensor], sentence: str, *, stored: bool) -> None:
+    """The same for every parameter, compared with a model that has shapes and no memory."""
+    vocabulary = weights["embedding.weight"].shape[0]
+    size = read_settings(GPTConfig, {**config["model"], "vocab_size": vocabulary}, "model")
+    if size.n_head * size.head_size > sum(tensor.numel() for tensor in weights.values()):
+        raise UserError(f"{sentence}: model.n_head={size.n_head} and heads of {size.head_size} need more weights")
+    # Without the measurement by which init=width scales a branch: these weights hold no numbers.
+    plain = {**config, "model": {**config["model"], "init": "gpt2"}}
+    with ShapesOnly():
+        model = build_model(plain, vocabulary, stored=stored)
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if model.config.tie_embeddings:
+        wanted.pop("head.weight")
+    for name, shape in wanted.items():
+        actual = tuple(weights[name].shape) if name in weights else "no such tensor"
+        if actual != shape:
+            raise UserError(f"{sentence}: it has {actual} for {name}, the model {shape}")
 
 
 def start_from(model: GPT, where: str | Path) -> None:

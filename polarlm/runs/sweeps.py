@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from polarlm.runs.files import read_config, read_json, require_plain_files, write_json
+from polarlm.runs.files import json_object, read_config, read_json, require_plain_files, write_json
 from polarlm.runs.identity import identity_of
 
 SWEPT_VARIABLE = "POLARLM_SWEPT"  # how a launcher tells a job in a process of its own which keys the sweep varies
@@ -50,31 +51,81 @@ def sweep_group(config: dict[str, Any], overrides: Sequence[str], swept: set[str
     return f"sweep-{'-'.join(sorted(key.rpartition('.')[2] for key in swept))}-{digest}"
 
 
+NAMED_ANYWAY = ("block", "model", "data", "seed")  # in the name of every run
+NO_SETTINGS = ("name", "group", "resume", "runs_dir", "cache_dir", "logger", "jobs", "hydra")
+
+
+def swept_values(overrides: Sequence[str], swept: set[str]) -> str:
+    """What a sweep varies, for the name of a run's folder: 'nu4-lr1e-3' of block.nu=4 optim.lr=1e-3."""
+    parts = []
+    for text in overrides:
+        key, value = key_of(text), text.partition("=")[2]
+        if key not in swept or key in NAMED_ANYWAY or key.partition(".")[0].partition("/")[0] in NO_SETTINGS:
+            continue
+        value = re.sub(r"[^\w.+-]", "", value)[:24]
+        parts.append(key.rpartition(".")[2].rpartition("/")[2] + ("-" * value[:1].isalpha()) + value)
+    return "-".join(parts)[:80].rstrip("-.")
+
+
 def key_of(override: str) -> str:
     """The key an override sets."""
     return override.lstrip("+~").partition("=")[0]
 
 
+_identities: dict[Path, tuple[int, str | None]] = {}  # config.yaml → its time stamp, the identity it describes
+
+
+def run_folders(runs_dir: Path | str, names: str = "*") -> list[tuple[Path, str]]:
+    """(folder, identity) of every readable run, or of those with such names; a configuration is read once."""
+    folders = []
+    for file in sorted(Path(runs_dir).glob(f"{names}/config.yaml")):
+        try:
+            stamp = file.stat().st_mtime_ns
+            if _identities.get(file, (None,))[0] != stamp:
+                _identities[file] = stamp, _identity_in(file)
+        except OSError:
+            continue  # removed meanwhile
+        if (identity := _identities[file][1]) is not None:
+            folders.append((file.parent, identity))
+    return folders
+
+
+def _identity_in(file: Path) -> str | None:
+    try:
+        require_plain_files(file.parent)
+        return identity_of(read_config(file))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # a damaged or foreign folder is not a run to count on
+
+
 def known_runs(runs_dir: Path | str) -> dict[str, tuple[Path, dict[str, Any]]]:
     """identity → (folder, summary) of every readable run; a finished one wins over others of the same identity."""
     known: dict[str, tuple[Path, dict[str, Any]]] = {}
-    for file in sorted(Path(runs_dir).glob("*/config.yaml")):
+    for folder, identity in run_folders(runs_dir):
         try:
-            require_plain_files(file.parent)
-            config = read_config(file)
-            summary = read_json(file.parent / "summary.json") or {}
-            identity = identity_of(config)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue  # a damaged or foreign folder is not a run to count on
+            summary = read_json(folder / "summary.json") or {}
+        except ValueError:
+            continue
         if identity not in known or summary.get("status") == "finished":
-            known[identity] = file.parent, summary
+            known[identity] = folder, summary
     return known
+
+
+def folder_of_run(runs_dir: Path | str, identity: str) -> Path | None:
+    """The folder of the run with this identity, whatever its name or group; a finished one if there is one."""
+    begun = None
+    for folder, other in run_folders(runs_dir):
+        if other == identity:
+            if json_object(folder / "summary.json").get("status") == "finished":
+                return folder
+            begun = begun or folder
+    return begun
 
 
 def find_finished(config: dict[str, Any]) -> Path | None:
     """The finished run with the same numbers as this configuration would give, whatever its name or group."""
-    folder, summary = known_runs(config["runs_dir"]).get(identity_of(config), (None, {}))
-    return folder if summary.get("status") == "finished" else None
+    folder = folder_of_run(config["runs_dir"], identity_of(config))
+    return folder if folder and json_object(folder / "summary.json").get("status") == "finished" else None
 
 
 def write_plan(runs_dir: Path | str, group: str, varied: Sequence[str], jobs: Sequence[dict[str, Any]]) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +24,12 @@ class BatchPlan:
         return self.context * self.micro * self.accumulate * self.processes
 
 
-def plan_batches(batch_tokens: int, context: int, processes: int, micro_batch_tokens: int) -> BatchPlan:
+AUTO_TOKENS = 16384  # what micro_batch_tokens=auto means where no card decides it: training/micro_batch.py
+
+
+def plan_batches(batch_tokens: int, context: int, processes: int, micro_batch_tokens: int | str) -> BatchPlan:
     """Cut `batch_tokens` into the fewest micro-batches that fit `micro_batch_tokens` on each process."""
+    limit = AUTO_TOKENS if micro_batch_tokens == "auto" else int(micro_batch_tokens)
     if batch_tokens % (context * processes):
         step = context * processes
         nearest = max(1, round(batch_tokens / step)) * step
@@ -33,10 +38,9 @@ def plan_batches(batch_tokens: int, context: int, processes: int, micro_batch_to
             f"the nearest that is: {nearest}"
         )
     sequences = batch_tokens // context // processes
-    fitting = [
-        m for m in range(1, sequences + 1) if sequences % m == 0 and m * context <= max(micro_batch_tokens, context)
-    ]
-    micro = max(fitting)
+    small = [m for m in range(1, math.isqrt(sequences) + 1) if sequences % m == 0]
+    divisors = [*small, *(sequences // m for m in small)]
+    micro = max(m for m in divisors if m * context <= max(limit, context))
     return BatchPlan(context, micro, sequences // micro, processes)
 
 

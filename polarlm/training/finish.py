@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from polarlm.runs.files import read_json, write_json
+from polarlm.runs.files import json_lines, read_json, write_json
 from polarlm.training.job import Job
 
 
@@ -16,7 +17,6 @@ def finish(job: Job, folder: Path, pictures: Callable[[Path], Any] | None = None
     from polarlm.evaluation.generate import Sampling, answered_example, stream_text
     from polarlm.runs.checkpoints import remove_old, step_file
     from polarlm.runs.restore import load_weights, restore_run, save_weights
-    from polarlm.training.loggers.json_lines import JsonLines
     from polarlm.training.loggers.throughput import believable_share
 
     config = job.config
@@ -24,14 +24,15 @@ def finish(job: Job, folder: Path, pictures: Callable[[Path], Any] | None = None
     save_weights(
         load_weights(checkpoints / "last.ckpt"), checkpoints / "model.safetensors", tied=job.model.config.tie_embeddings
     )
-    run = restore_run(folder)
-    rows = JsonLines(folder / "metrics.jsonl").rows()
+    run = restore_run(folder, typed=True)
+    rows = json_lines(folder / "metrics.jsonl")
     last = rows[-1]
     # Of a run that was killed while it let the oldest go.
     remove_old(checkpoints, step_file(checkpoints, last["step"]), config["trainer"]["keep_checkpoints"])
     parts = {key.removeprefix("time/"): median(rows, key) for key in STEP_PARTS}
     flops_per_token = job.model.flops_per_token(job.plan.context)
-    speed = last["tokens"] / last["training_seconds"] if last.get("training_seconds") else None
+    speeds = [row["tokens_per_second"] for row in rows if row.get("tokens_per_second")]
+    speed = statistics.median(speeds) if speeds else None  # of the steady state: training/callbacks.py
     peak = max((row["peak_flops"] for row in rows if row.get("peak_flops")), default=None)
     options = config["sample"]
     sampling = Sampling(temperature=options["temperature"], top_k=options["top_k"], seed=config["seed"])
@@ -47,6 +48,7 @@ def finish(job: Job, folder: Path, pictures: Callable[[Path], Any] | None = None
         "seconds": last["seconds"],
         "training_seconds": last.get("training_seconds"),
         "processor_seconds": last.get("processor_seconds"),
+        "compile_seconds": last.get("compile_seconds"),
         "tokens_per_second": speed,
         "mfu": believable_share(speed and speed * flops_per_token, peak),
         "step_seconds": parts,

@@ -25,34 +25,30 @@ def fit_once(job: Job, folder: Path, loggers: Sequence[Any], extra: Sequence[Any
 
     from polarlm.runs.checkpoints import SafeCheckpointIO, call_last, candidates, newest_usable
     from polarlm.runs.incidents import detours
-    from polarlm.training.callbacks import Recorder, StepSeed, Validation
+    from polarlm.training.callbacks import Probing, Recorder, Steps, Validation
     from polarlm.training.checkpointing import Checkpointing
     from polarlm.training.incidents import Incidents
-    from polarlm.training.loggers.json_lines import JsonLines
     from polarlm.training.loggers.progress import Progress
     from polarlm.training.loggers.throughput import HardwarePeak, StepTimes
     from polarlm.training.module import LanguageModel
-    from polarlm.training.probing import Probing
     from polarlm.training.ranks import cluster_plugins, is_first
     from polarlm.training.signals import GracefulStop
-    from polarlm.training.steps import Steps
 
     t, config = job.config["trainer"], job.config
-    rows = JsonLines(folder / "metrics.jsonl")
     recorder = Recorder(
+        folder,
         batch_tokens=job.plan.tokens,
         flops_per_token=job.model.flops_per_token(job.plan.context),
         log_every=t["log_every"],
         peak=HardwarePeak(job.accelerator, job.precision, job.plan.processes),
     )
     progress = Progress(recorder, job.plan.tokens)
-    probing = Probing(recorder, job.data, config["diagnostics"], folder)
+    probing = Probing(recorder, job.data, config["diagnostics"])
     checkpointing = Checkpointing(
         recorder,
         folder / "checkpoints",
         every=t["checkpoint_every"],
         keep=t["keep_checkpoints"],
-        flush=(rows.flush, probing.file.flush),
     )
     incidents = Incidents(
         folder,
@@ -63,18 +59,19 @@ def fit_once(job: Job, folder: Path, loggers: Sequence[Any], extra: Sequence[Any
             recorder.is_log_step(trainer, trainer.global_step) or checkpointing.due(trainer) or validation.due(trainer)
         ),
         discard=checkpointing.forget,
+        settle=checkpointing.settle,
     )
     checkpointing.from_start = incidents.policy == "rewind"
     module = LanguageModel(
         job.model,
         optim=config["optim"],
         schedule=job.schedule,
-        batch_tokens=job.plan.tokens,
-        max_steps=job.steps,
+        seed=config["seed"],
         compiled=job.compiled,
         incidents=incidents,
     )
-    validation = Validation(recorder, every=t["val_every"], on_progress=progress.on_validation_progress)
+    module.log_steps = False  # the recorder writes one row per step to every logger
+    validation = Validation(recorder, every=t["val_every"])
     times, stop = StepTimes(recorder), GracefulStop(agree_every=t["log_every"])
     # What happens after a step, in this order: a bad step is noticed before anything is kept of it; the row is on disk
     # before the checkpoint is, so that a kill in between leaves neither gap nor double step.
@@ -90,17 +87,18 @@ def fit_once(job: Job, folder: Path, loggers: Sequence[Any], extra: Sequence[Any
             max_steps=job.steps,
             max_epochs=-1,
             accumulate_grad_batches=job.plan.accumulate,
-            gradient_clip_val=None,  # the module clips: training/gradients.py
             deterministic=t["deterministic"],
             use_distributed_sampler=False,  # batches are already a function of (seed, step, rank)
-            limit_val_batches=0,  # validation is a callback: see training/callbacks.py
-            logger=[rows, *loggers],
-            callbacks=[StepSeed(config["seed"]), *parts, Steps(parts), *extra],
-            plugins=[SafeCheckpointIO(), *cluster_plugins()],
+            limit_val_batches=0,  # a callback starts it: see training/callbacks.py
+            inference_mode=False,
+            logger=[recorder.logger, *loggers],
+            # At the start the recorder comes first: its clock runs before the first probe pauses it.
+            # What a user's callbacks log at a step joins the row that `Steps` has written at its end.
+            callbacks=[recorder, *(p for p in parts if p is not recorder), *extra, Steps(parts)],
+            plugins=[SafeCheckpointIO(background=True), *cluster_plugins()],
             default_root_dir=folder,
-            enable_checkpointing=False,  # ours is a callback: see training/checkpointing.py
             enable_model_summary=False,
-            log_every_n_steps=10**9,  # rows are written by Recorder
+            log_every_n_steps=t["log_every"],  # for callbacks like LearningRateMonitor; rows are written by Recorder
         )
         # FSDP's processes verify the shards together, once they can talk: training/sharding.py.
         checkpoints = folder / "checkpoints"

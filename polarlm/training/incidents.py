@@ -21,6 +21,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from polarlm.errors import UserError
@@ -49,10 +50,11 @@ class Incidents(pl.Callback):
         spike_z: float,
         is_read_step: Callable[[pl.Trainer], bool],
         discard: Callable[[], None],
+        settle: Callable[[pl.Trainer], None],
     ) -> None:
         self.file, self.policy, self.limit, self.spike_z = folder / FILE, policy, limit, spike_z
         self.checkpoints = folder / "checkpoints"
-        self.is_read_step, self.discard = is_read_step, discard
+        self.is_read_step, self.discard, self.settle = is_read_step, discard, settle
         self.rewound = False  # this fit ended to go back: fit again
         self.first_bad: Tensor | None = None  # on the device: the first step whose gradient was not finite, else −1
         self._losses: list[Tensor] = []  # of the steps since the last reading, on the device
@@ -112,7 +114,13 @@ class Incidents(pl.Callback):
         return z
 
     def _act(self, trainer: pl.Trainer, incident: dict[str, Any], what: str) -> bool | None:
-        past = [i for i in self.incidents() if i["action"] in ("skip", "rewind") and i["step"] != incident["step"]]
+        # A skipped step that comes again is the same incident, trained again after a kill. After a rewind the batches
+        # are others, so whatever happens then is a further one.
+        past = [
+            i
+            for i in self.incidents()
+            if i["action"] == "rewind" or (i["action"] == "skip" and i["step"] != incident["step"])
+        ]
         if self.policy != "stop" and len(past) >= self.limit:
             raise TrainingDiverged(
                 f"{what}, after {len(past)} other incidents (trainer.max_incidents={self.limit}); "
@@ -127,6 +135,8 @@ class Incidents(pl.Callback):
             self._print(trainer, f"{what}: this update is left out")
             self._record(trainer, {**incident, "action": "skip"})
             return None
+        self.settle(trainer)  # a checkpoint that is being verified is one to go back to
+        trainer.strategy.barrier()
         back = max((int(p.stem.rpartition("_")[2]) for p in step_files(self.checkpoints)), default=0)
         skipped = trainer.global_step - back
         self._print(trainer, f"{what}: back to step {back}, its next {skipped} batches are left out")
@@ -141,7 +151,7 @@ class Incidents(pl.Callback):
         data = trainer.datamodule  # type: ignore[attr-defined]
         with trainer.strategy.precision_plugin.forward_context():
             batches = data.batches_of_step(step - 1, trainer.global_rank, trainer.world_size)
-            return where_it_started(module.model, batches, module.device)
+            return where_it_started(module.model, batches, module.device, first_of_all_processes)
 
     # -- the record ----------------------------------------------------------------------------------------------------
 
@@ -150,9 +160,11 @@ class Incidents(pl.Callback):
         return read_incidents(self.file.parent)
 
     def _record(self, trainer: pl.Trainer, incident: dict[str, Any]) -> None:
+        trainer.strategy.barrier()  # every process has read the record
         if trainer.is_global_zero:
-            others = [i for i in self.incidents() if (i["step"], i["kind"]) != (incident["step"], incident["kind"])]
-            write_json(self.file, [*others, incident])
+            same = (incident["step"], incident["kind"])
+            kept = [i for i in self.incidents() if i["action"] == "rewind" or (i["step"], i["kind"]) != same]
+            write_json(self.file, [*kept, incident])
         trainer.strategy.barrier()
 
     def _print(self, trainer: pl.Trainer, text: str) -> None:
@@ -166,8 +178,26 @@ class Incidents(pl.Callback):
         self._recent = deque(state_dict["recent"], maxlen=WINDOW)
 
 
-def where_it_started(model: nn.Module, batches: Iterable[dict[str, Tensor]], device: torch.device) -> str:
-    """The first module, in the order of the computation, whose output or gradient is not finite."""
+def first_of_all_processes(place: str | None) -> str | None:
+    """What the first process that found a place found; the same answer on every process."""
+    if not dist.is_available() or not dist.is_initialized():
+        return place
+    places: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(places, place)
+    return next((named for named in places if named is not None), None)
+
+
+def where_it_started(
+    model: nn.Module,
+    batches: Iterable[dict[str, Tensor]],
+    device: torch.device,
+    agree: Callable[[str | None], str | None] = lambda place: place,
+) -> str:
+    """The first module, in the order of the computation, whose output or gradient is not finite.
+
+    The passes of a sharded model talk to the other processes, so all of them must take the same ones: `agree` gives
+    every process the same answer before each decision.
+    """
     training = model.training
     places: list[str] = []
     names = {module: name for name, module in model.named_modules() if name.count(".") <= 2 and name}
@@ -183,13 +213,13 @@ def where_it_started(model: nn.Module, batches: Iterable[dict[str, Tensor]], dev
         for batch in batches:
             moved = {name: tensor.to(device) for name, tensor in batch.items()}
             loss = model.loss(moved["tokens"], moved["targets"], documents=moved.get("documents"))  # type: ignore[operator]
-            if not places:
+            if (origin := agree(places[0] if places else None)) is None:
                 loss.backward()
                 # Backwards, the last block comes first: a bad gradient spreads from there to the ones before it.
                 bad = [n for n, p in model.named_parameters() if p.grad is not None and not _finite(p.grad)]
-                places += [f"the gradient of {bad[-1]}"] if bad else []
-            if places:
-                return places[0]
+                origin = agree(f"the gradient of {bad[-1]}" if bad else None)
+            if origin is not None:
+                return origin
         return "no layer when repeated: the state or the random numbers differ"
     finally:
         for hook in hooks:

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 
 from polarlm.data import Corpus, LMDataModule, build_corpus
+from polarlm.errors import UserError
 from polarlm.model import GPT
-from polarlm.model.build import build_model, warn_about_idle_settings
+from polarlm.model.build import build_model, warn_about_blind_blocks, warn_about_idle_settings
 from polarlm.runs.restore import start_from
 from polarlm.training.batching import BatchPlan, plan_run
 from polarlm.training.hardware import ASKED, choose_accelerator, choose_compile, choose_precision
+from polarlm.training.loggers.build import check_targets
+from polarlm.training.micro_batch import with_micro_batch
 from polarlm.training.optimisers import build_optimiser
 from polarlm.training.schedules import build_schedule
 from polarlm.training.schedules.warmup import Schedule
@@ -39,11 +42,15 @@ class Job:
 def build_job(config: dict[str, Any]) -> Job:
     """Build corpus, model and plan; every wrong input is found here, before anything is written."""
     t = config["trainer"]
+    check_targets(config)
     accelerator = choose_accelerator(t["accelerator"])
     precision = choose_precision(t["precision"], accelerator)
     plan, steps = plan_run(config)
     schedule = build_schedule(config["schedule"], steps * plan.tokens)
     corpus = build_corpus(config["data"], config["tokenizer"], config["cache_dir"])
+    config = with_micro_batch(config, corpus.tokenizer.vocab_size, accelerator, precision.value)
+    plan, _ = plan_run(config)
+    refuse_shared_stream(corpus, plan.processes)
     data = LMDataModule(
         corpus,
         context=plan.context,
@@ -55,6 +62,7 @@ def build_job(config: dict[str, Any]) -> Job:
     torch.manual_seed(config["seed"])
     model = build_model(config, corpus.tokenizer.vocab_size)
     warn_about_idle_settings(model, config["block"])
+    warn_about_blind_blocks(model)
     if config.get("init_from"):
         start_from(model, config["init_from"])
     build_optimiser(config["optim"], model)  # only to refuse wrong options now
@@ -63,6 +71,15 @@ def build_job(config: dict[str, Any]) -> Job:
     reasons = {name: c.why for name, c in (("precision", precision), ("compile", compiled)) if c.why != ASKED}
     chosen = accelerator, precision.value, compiled.value == "yes", reasons
     return Job(config, corpus, model, data, plan, steps, schedule, *chosen)
+
+
+def refuse_shared_stream(corpus: Corpus, processes: int) -> None:
+    """Several processes can't train on a stream: where its n-th sequence begins is known only after all before it."""
+    if processes > 1 and any(part.stream is not None for part in [corpus, *(part for part, _ in corpus.parts)]):
+        raise UserError(
+            f"data.streaming=true with {processes} processes: each of them would tokenise the whole stream in one "
+            "thread; set data.streaming=false (the text is tokenised once, by all cores), or trainer.devices=1"
+        )
 
 
 def describe_job(job: Job, folder: Path, *, again: bool) -> str:

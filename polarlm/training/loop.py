@@ -14,13 +14,14 @@ from polarlm.runs.files import read_json, write_json
 from polarlm.runs.identity import refuse_secrets
 from polarlm.runs.opening import open_run
 from polarlm.runs.sweeps import RESULT_VARIABLE
+from polarlm.training.attention_backend import RecordBackend
 from polarlm.training.finish import finish
 from polarlm.training.fit import fit
 from polarlm.training.hardware import use_tensor_cores
 from polarlm.training.job import build_job, describe_job
-from polarlm.training.loggers.sinks import build_loggers, finish_loggers
+from polarlm.training.loggers.build import build_callbacks, build_loggers, finish_loggers
 from polarlm.training.quiet import quiet_libraries
-from polarlm.training.ranks import forget_folder, is_first, share_folder, shared_folder
+from polarlm.training.ranks import end_with_starter, forget_folder, is_first, share_folder, shared_folder
 from polarlm.training.signals import SignOfLife
 from polarlm.visible import fitted
 
@@ -41,10 +42,14 @@ def train_run(config: dict[str, Any], pictures: Callable[[Path], Any] | None = N
     quiet_libraries()
     use_tensor_cores()
     refuse_secrets(config)
+    if not is_first():
+        end_with_starter()
     job = build_job(config)
     if not is_first():
-        fit(job, shared_folder())
+        folder = shared_folder()
+        fit(job, folder, extra=build_callbacks(config, folder))
         return None
+    config = job.config
     folder, lock, again = open_run(config, job.corpus, job.model.parameter_count())
     loggers: list[Any] = []
     status = "finished"
@@ -55,7 +60,10 @@ def train_run(config: dict[str, Any], pictures: Callable[[Path], Any] | None = N
         write_json(folder / "environment.json", {**known, "chosen": {**chosen, "reasons": job.reasons}})
         share_folder(folder)
         loggers = build_loggers(config, folder)
-        fit(job, folder, loggers, extra=[SignOfLife(lock)])
+        for url in filter(None, (getattr(logger, "url", None) for logger in loggers)):
+            print(f"  wandb: {url}", file=sys.stderr, flush=True)
+            write_json(folder / "summary.json", {**(read_json(folder / "summary.json") or {}), "wandb": url})
+        fit(job, folder, loggers, extra=[*build_callbacks(config, folder), SignOfLife(lock), RecordBackend(folder)])
         summary = finish(job, folder, pictures)
         if RESULT_VARIABLE in os.environ:
             Path(os.environ[RESULT_VARIABLE]).write_text(str(folder.resolve()), encoding="utf-8")
@@ -69,6 +77,6 @@ def train_run(config: dict[str, Any], pictures: Callable[[Path], Any] | None = N
             )
         raise
     finally:
-        finish_loggers(loggers, status)  # after summary.json, which they copy
+        finish_loggers(loggers, folder, status)  # after summary.json, which they copy
         lock.release()
         forget_folder()

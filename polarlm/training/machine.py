@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from polarlm.attention.kernels.build import cache_folder, processor
+from polarlm.locations import cache_folder, processor
 
 SIZE = 128
 SECONDS = 0.02  # of processor time per precision: bf16 without hardware for it is up to a hundred times slower

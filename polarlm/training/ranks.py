@@ -7,6 +7,7 @@ its agent keeps. SLURM does too: there a file on the shared disk, named after th
 from __future__ import annotations
 
 import os
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from polarlm.errors import UserError
 
 FOLDER_VARIABLE = "POLARLM_RUN_DIR"
+STARTER_VARIABLE = "POLARLM_RANK_0"  # the process that started the other ranks, where Lightning does
 WAIT_SECONDS = 600  # rank 0 may first have to prepare the corpus
 
 
@@ -29,6 +31,7 @@ def is_first() -> bool:
 def share_folder(folder: Path) -> None:
     """Rank 0: let the other processes know."""
     os.environ[FOLDER_VARIABLE] = str(folder.resolve())
+    os.environ[STARTER_VARIABLE] = str(os.getpid())
     if _torchrun():
         _store().set(_key(), str(folder.resolve()))
     elif _slurm():
@@ -52,9 +55,24 @@ def shared_folder() -> Path:
     raise UserError("Rank 0 did not say which folder the run has; start all processes with torchrun, srun or by one")
 
 
+def end_with_starter() -> None:
+    """The other ranks: end when rank 0, which started them, is gone; torchrun and SLURM see to it themselves."""
+    starter = os.environ.get(STARTER_VARIABLE)
+    if starter is None or _torchrun() or _slurm():
+        return
+
+    def wait() -> None:
+        while os.getppid() == int(starter):
+            time.sleep(0.2)
+        os._exit(1)  # without rank 0 nothing can be saved or agreed on
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def forget_folder() -> None:
     """Rank 0: the run is over."""
     os.environ.pop(FOLDER_VARIABLE, None)
+    os.environ.pop(STARTER_VARIABLE, None)
     if _slurm() and not _torchrun():
         _slurm_file().unlink(missing_ok=True)
 

@@ -13,7 +13,15 @@ from torch.distributed.tensor import DTensor, Shard
 
 from polarlm.data.atomic import flush_folder
 from polarlm.errors import UserError
-from polarlm.runs.checkpoints import call_last, load_head, newest_usable, remove_unused_shards
+from polarlm.runs.checkpoints import (
+    SafeCheckpointIO,
+    call_last,
+    copied_to_cpu,
+    load_head,
+    newest_usable,
+    remove_unused_shards,
+    write_checkpoint,
+)
 from polarlm.runs.shards import MARK, PARTS, Shards, new_folder, remove_folder, take_apart, write_rows
 from polarlm.runs.tensor_files import DamagedCheckpoint
 
@@ -23,6 +31,7 @@ class ShardedStrategy(ModelParallelStrategy):
 
     def __init__(self, processes: int) -> None:
         super().__init__(data_parallel_size=processes, tensor_parallel_size=1)
+        self._saving: tuple[Path, Path, dict[str, Any]]  # what finish_saving completes
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -36,16 +45,31 @@ class ShardedStrategy(ModelParallelStrategy):
         return (optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Every process writes its rows; when all have, the first one writes what makes them a checkpoint."""
+        """Every process begins to write its rows, in the background: `finish_saving` makes them a checkpoint."""
         path, folder = Path(filepath), None
         if self.is_global_zero:
             remove_unused_shards(path.parent)
             folder = new_folder(path.parent, path.stem)
         folder = Path(self.broadcast(str(folder)))
         head, rows = take_apart(checkpoint, rows_of)
+        self._saving = path, folder, copied_to_cpu(head) if self.is_global_zero else {}
+        self._io.begin(write_rows, folder, self.global_rank, rows)
+
+    @property
+    def _io(self) -> SafeCheckpointIO:
+        assert isinstance(self.checkpoint_io, SafeCheckpointIO)
+        return self.checkpoint_io
+
+    def all_wrote(self) -> bool:
+        """Whether every process has written its rows; all must ask."""
+        return all(self._from_all(self._io.done))
+
+    def finish_saving(self) -> None:
+        """Wait until every process has written and verified its rows; then the first one writes the small .ckpt."""
+        path, folder, head = self._saving
         checksums, problem = {}, None
         try:
-            checksums = write_rows(folder, self.global_rank, rows)
+            checksums = self._io.wait()
         except (FloatingPointError, OSError, UserError) as error:
             problem = error
         everyone = self._from_all((checksums, None if problem is None else str(problem)))
@@ -58,7 +82,7 @@ class ShardedStrategy(ModelParallelStrategy):
             for place in (folder, folder.parent, path.parent):
                 flush_folder(place)
             described = {part: [sums[part] for sums, _ in everyone] for part in PARTS.values()}
-            self.checkpoint_io.save_checkpoint({**head, "shards": {"folder": folder.name, **described}}, path)
+            write_checkpoint({**head, "shards": {"folder": folder.name, **described}}, path)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ PATIENCE = 8  # times the seconds asked for: on a crowded machine fewer steps mu
 
 def seconds_per_step(configs: Sequence[dict[str, Any]], vocabulary: int, seconds: float = SECONDS) -> list[float]:
     """Median seconds of an optimiser step of each configuration; taken in turn, so that a slow moment hits them all."""
-    steps = [_step(config, vocabulary) for config in configs]
+    steps = [one_step(config, vocabulary) for config in configs]
     taken: list[list[float]] = [[] for _ in steps]
     started, rounds = time.perf_counter(), 0
     while (spent := time.perf_counter() - started) < seconds or rounds < WARM_UP + FEWEST:
@@ -35,7 +35,7 @@ def seconds_per_step(configs: Sequence[dict[str, Any]], vocabulary: int, seconds
     return [median(times[WARM_UP:]) for times in taken]
 
 
-def _step(config: dict[str, Any], vocabulary: int) -> Callable[[], None]:
+def one_step(config: dict[str, Any], vocabulary: int) -> Callable[[], None]:
     """A whole optimiser step: every micro-batch forward and backward, clipping, update."""
     trainer = config["trainer"]
     accelerator = choose_accelerator(trainer["accelerator"])

@@ -48,6 +48,14 @@ class Comparison:
         return None if self.evidence is None else self.evidence.p_value()
 
     @property
+    def joint_interval(self) -> tuple[float, float] | None:
+        """Bonferroni's finite interval: all of them hold together with 95 %; None before `adjust` or without seeds."""
+        if self.evidence is None or self.p_adjusted is None:
+            return None
+        low, high = self.evidence.interval(ALPHA / self.family)
+        return (low, high) if math.isfinite(low) and math.isfinite(high) else None
+
+    @property
     def is_shown(self) -> bool:
         """Is a difference in either direction shown, whatever may be claimed from it?"""
         p = self.p_value if self.p_adjusted is None else self.p_adjusted
@@ -132,6 +140,37 @@ def compare_seeds(
         p_unpaired=None if unpaired is None or evidence is None else unpaired.p_value(),
         p_sign_flip=sign_flip_p(differences) if evidence is not None and len(shared) >= SIGN_FLIPS_FROM else None,
         **common,  # type: ignore[arg-type]
+    )
+
+
+def compare_with_number(
+    treatment: str,
+    losses: Mapping[int, float],
+    name: str,
+    number: float,
+    *,
+    looks: tuple[int, ...] = (),
+    planned: int | None = None,
+    lower_is_better: bool = True,
+) -> Comparison:
+    """Compare the mean over seeds with one number that has no seeds of its own: the one-sample t rule."""
+    ours, diverged = _finite(losses)
+    differences = np.array([loss - number for loss in ours.values()])
+    if planned:
+        looks = (planned,) if len(ours) > planned else ()
+    evidence = evidence_of_mean(differences, bool(looks))
+    mean = float(differences.mean()) if len(differences) else math.nan
+    why = {0: "no value", 1: "one seed"}.get(len(ours), "identical seeds")
+    return Comparison(
+        treatment,
+        name,
+        _estimate(mean, evidence, len(ours), "one-sample t", why),
+        evidence,
+        seeds=tuple(sorted(ours)),
+        diverged=(diverged, 0),
+        looks=looks,
+        planned=planned,
+        lower_is_better=lower_is_better,
     )
 
 

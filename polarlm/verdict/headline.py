@@ -1,14 +1,22 @@
-"""The finding in one line; it names the weakest currency, not the strongest, and ranks nobody without evidence."""
+"""The finding in one line: it names the budget with the smallest gain and ranks nothing without evidence."""
 
 from collections.abc import Sequence
 
 from polarlm.verdict.comparison import BETTER, EQUIVALENT, NOT_SHOWN, WORSE
 from polarlm.verdict.judgement import COMPARED, UNEQUAL, Judged, Judgement
+from polarlm.verdict.notes import undertrained
 from polarlm.verdict.sentences import listed
 
 
 def headline(judgement: Judgement) -> str:
     """The finding in one line, for the top of the page and the title of its first figure."""
+    finished = [run for row in judgement.rows for run in row.group.runs if run.status == "finished"]
+    if finished and len(undertrained(finished)) == len(finished):
+        return f"Undertrained, every run is worse than a bigram table: {_finding(judgement)}"
+    return _finding(judgement)
+
+
+def _finding(judgement: Judgement) -> str:
     judged = [row for row in judgement.rows if row.estimates[judgement.measure.name].n]
     compared = [row for row in judgement.rows if row.role == COMPARED and row.comparison is not None]
     if not judged:
@@ -25,7 +33,7 @@ def headline(judgement: Judgement) -> str:
     parts = []
     better = [row for row in compared if row.outcome == BETTER]
     always = [row for row in better if row.gains and all(gain.outcome == BETTER for gain in row.gains)]
-    # Who wins in every currency must not stand under the reservation that another one needs.
+    # A block that wins at every budget is listed apart from blocks that need a reservation.
     for rows in (always, [row for row in better if row not in always]):
         if rows:
             parts.append(f"{_labels(rows)}: {lower} {what} than {_baseline(rows)}{_weakest(rows)}")
@@ -48,7 +56,7 @@ def _baseline(rows: Sequence[Judged]) -> str:
 
 
 def _weakest(rows: Sequence[Judged]) -> str:
-    """At equal what, at least: the currency in which the winner gained least."""
+    """The budget at which the winners gain least, with the interval of the smallest gain."""
     words = set()
     for row in rows:
         if not row.gains:
@@ -56,15 +64,17 @@ def _weakest(rows: Sequence[Judged]) -> str:
         weakest = row.gains[0]
         words.add((weakest.currency, weakest.outcome))
     if len(words) > 1:
-        return ", not by every currency" if any(outcome != BETTER for _, outcome in words) else " by every currency"
+        return ", not at every budget" if any(outcome != BETTER for _, outcome in words) else " at every budget"
     currency, outcome = words.pop()
+    gains = [row.gains[0].factor for row in rows]
     if outcome == BETTER:
-        factor = min(row.gains[0].factor.mean for row in rows)
-        return f", at equal {currency} too (at least {factor:.2f}×)"
+        least = min(gains, key=lambda factor: factor.low or 0)
+        several = "smallest gain " if len(rows) > 1 else ""
+        return f", at equal {currency} too ({several}{least.mean:.2f}×, 95 % interval {least.low:.2f}–{least.high:.2f})"
     if outcome == WORSE:
-        factor = max(row.gains[0].factor.mean for row in rows)
-        return f" at equal tokens, but not at equal {currency} ({factor:.2f}×)"
-    # Of equal tokens the losses themselves speak; what their curves add must not contradict it.
+        most = max(gains, key=lambda factor: factor.mean)
+        return f" at equal tokens, but not at equal {currency} ({most.mean:.2f}×)"
+    # At equal tokens the final losses decide; the gain read off their curves must not contradict them.
     return " at equal tokens" + (f", not shown at equal {currency}" if currency != "tokens" else "")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.data.expansion import ExpandsTooFar
+from polarlm.data.atomic import ExpandsTooFar
 from polarlm.runs.evaluations import read_arrays, read_evaluations
 from polarlm.runs.reading import Run
 from polarlm.verdict.documents import compare_documents, compare_seeds_and_documents

@@ -10,6 +10,8 @@ from polarlm.attention.forgetting import FORGOTTEN, ForgetGate
 from polarlm.attention.xsa import ExclusiveAttention
 from polarlm.errors import UserError
 from polarlm.geometry import rotary_tables
+from polarlm.model.block import Block, decode_layer
+from polarlm.model.feed_forward import build_feed_forward
 
 WIDTH, HEADS, LENGTH = 32, 4, 21
 
@@ -96,16 +98,17 @@ def test_decoding_piece_by_piece_takes_the_sums_along(block, forgetting, native)
     torch.manual_seed(5)
     size = 16 if native else 8
     mixer = block(shape(head_dim=size), forgetting=forgetting, forget_bias=[-1.0, 0.0, 1.0, 3.0]).eval()
+    block = Block(mixer, build_feed_forward("gelu", WIDTH, 2.0, mixer.shape.initial), mixer.shape).eval()
     x = torch.randn(2, LENGTH, WIDTH)
     with torch.no_grad():
-        whole = mixer(x, context(mixer))
+        whole = block(x, context(mixer))
         cache, pieces, start = mixer.new_cache(2, LENGTH, x.device, x.dtype), [], 0
         for length in (5, 1, 1, 1, 6, 1, 6):
             at = context(mixer, length, start, cache=cache)
-            pieces.append(mixer(x[:, start : start + length], at))
+            pieces.append(decode_layer(block, x[:, start : start + length], at))
             start += length
             assert cache.running[FORGOTTEN].shape == (2, HEADS, start) and cache.length == start
-        assert (cache.decoder is not None) == native
+        assert bool(cache.decoder) == native
     torch.testing.assert_close(torch.cat(pieces, dim=1), whole, atol=2e-5, rtol=1e-4)
 
 

@@ -208,8 +208,8 @@ def test_rfa_follows_appendix_a_literally():  # K12: an independent transcriptio
     variance = p["sigma_process"] ** 2 * gathered + p["eta_k"] ** 2 * decay**2 + p["sigma_0"] ** 2
     distance = residual.abs().square().sum(-1) / (variance + p["eta_q"] ** 2) / (SIZE // 2)
     logits = -variance.log() - (p["nu"] + 1) * torch.log(1 + distance / p["nu"])
-    weights = logits.masked_fill(lag < 0, float("-inf")).softmax(-1)
-    v_bar = ((weights * decay)[..., None] * phase * v[..., None, :, :]).sum(-2)
+    weights = logits.masked_fill(lag < 0, float("-inf")).softmax(-1) * decay  # A ⊙ E
+    v_bar = (weights[..., None] * phase * v[..., None, :, :]).sum(-2)
     torch.testing.assert_close(record["weights"].double(), weights, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(record["v_bar"].double(), torch.cat((v_bar.real, v_bar.imag), -1), atol=1e-6, rtol=1e-4)
 

@@ -253,7 +253,7 @@ def test_literal_magnitude_and_projection_are_as_printed():  # E2, E4, E6
         ({"norm_position": "middle"}, ["block.norm_position", "post"]),
         ({"magnitude": "maybe"}, ["block.magnitude", "own, unit"]),
         ({"lift": 3}, ["block.lift", "3"]),
-        ({"eta_tk": -1.0}, ["block.eta_tk", "negative"]),
+        ({"eta_tk": -1.0}, ["block.eta_tk", "-1.0", "at least 0"]),
         ({"eta_tk": "much"}, ["block.eta_tk", "much", "number"]),
         ({"eta_tk": 0.0, "sigma_t0": 0.0}, ["block.eta_tk", "block.sigma_t0", "infinite"]),
         ({"nu_t": 0.0}, ["block.nu_t", "positive"]),

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from polarlm.errors import UserError
 from polarlm.launch.check import check_open
+from polarlm.launch.schema import OPEN_GROUPS
 from tests.contract.conftest import BLOCKS, CONFIGS
 
 SWEEPS = sorted(path.stem for path in (CONFIGS / "sweep").glob("*.yaml"))
@@ -61,10 +62,10 @@ def test_sweep_names_real_choices_and_counts_its_jobs(name):
 )
 def test_on_and_off_pass_the_check_of_settings_too(key, value):
     config = block_config("polar")
-    assert check_open("block", config | {key: value}, config)[key] == value
+    assert check_open("block", config | {key: value}, config, OPEN_GROUPS["block"])[key] == value
 
 
 def test_a_wrong_word_does_not():
     config = block_config("polar")
     with pytest.raises(UserError, match="none, own, shared"):
-        check_open("block", config | {"radial": "of"}, config)
+        check_open("block", config | {"radial": "of"}, config, OPEN_GROUPS["block"])

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md's worked examples are true: applied to a copy, found by the tests, trained with; two files each."""
+"""The worked examples of docs/extending.md are true: applied to a copy, found by tests, trained; two files each."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^### (.+?)\n(.*?)(?=^##)", PAGE, flags=re.MULTILINE | re.DOTALL))
 # `file` (new): / `file`, before `text`: / `file`, at the end: and the code that follows
 EXAMPLE = re.compile(r"^`([\w./]+)`(?: \((new)\)|, (before) `(.+?)`|, (at the end)):\n\n```\w+\n(.*?)^```", re.M | re.S)

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from polarlm import cli
 from polarlm.data import commands, corpus
 from polarlm.errors import UserError
 from tests.data.conftest import made_up_documents
@@ -36,7 +37,7 @@ def test_documents_of_a_stranger_do_not_reach_the_terminal_as_they_are(
 ) -> None:
     (tmp_path / "book.txt").write_text("clear\x1b[2J the screen \u202e " * 100)
     choices = ["data=text", f"data.path={tmp_path / 'book.txt'}", "tokenizer=char", f"cache_dir={tmp_path / 'cache'}"]
-    assert run("sample", *choices) == 0
+    assert cli.main(["data", "sample", *choices]) == 0
     shown = capsys.readouterr().out
     assert "\x1b" not in shown and "\u202e" not in shown and "clear\\x1b[2J" in shown
 

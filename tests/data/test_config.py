@@ -6,7 +6,7 @@ import yaml
 
 from polarlm.data.commands import data_settings
 from polarlm.data.config import DataConfig, read_data_config
-from polarlm.data.tokenizers.config import TokenizerConfig, read_tokenizer_config
+from polarlm.data.tokenizer import TokenizerConfig, read_tokenizer_config
 from polarlm.locations import CONFIGS
 
 
@@ -15,7 +15,7 @@ def test_the_common_yaml_and_the_schema_agree() -> None:
     defaults = asdict(DataConfig())
     assert {key: defaults[key] for key in shipped} == shipped
     # What is not there has no meaning for every corpus: it belongs to the yaml of a kind of source.
-    special = {"local", "url", "sha256", "hub", "mqar", "permutations", "parts", "weights"}
+    special = {"local", "url", "sha256", "hub", "mqar", "permutations", "copying", "induction", "parts", "weights"}
     assert {field.name for field in fields(DataConfig)} - shipped.keys() == special
 
 

@@ -11,7 +11,7 @@ from polarlm.data import Corpus, LMDataModule, build_corpus
 from polarlm.data.commands import data_settings
 from polarlm.data.config import read_data_config
 from polarlm.data.corpus import find_damage
-from polarlm.data.tokenizers.config import read_tokenizer_config
+from polarlm.data.tokenizer import read_tokenizer_config
 from polarlm.errors import UserError
 from polarlm.locations import choices_of
 
@@ -39,7 +39,7 @@ def test_every_shipped_tokenizer_has_valid_settings(name: str) -> None:
 
 
 def test_a_mistyped_corpus_lists_the_right_ones() -> None:
-    with pytest.raises(UserError, match=r"data=wiki2 does not exist\. Did you mean wikitext2.*Choices: c4, enwik8"):
+    with pytest.raises(UserError, match=r"data=wiki2 does not exist\. Did you mean wikitext2.*c4, copying, enwik8"):
         data_settings(["data=wiki2"])
 
 

@@ -18,8 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from polarlm.data import build_corpus, expansion
-from polarlm.data.read import documents, files, tables
+from polarlm.data import atomic, build_corpus, readers
 from tests.data.refusals import refused
 
 BYTE = {"kind": "byte"}
@@ -74,7 +73,7 @@ def test_a_small_file_that_says_it_holds_gigabytes_is_refused_at_once(
 
 @pytest.fixture
 def small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expansion, "ALWAYS_ALLOWED", 4 * MEGABYTE)
+    monkeypatch.setattr(atomic, "ALWAYS_ALLOWED", 4 * MEGABYTE)
 
 
 @pytest.mark.usefixtures("small_limit")
@@ -100,7 +99,7 @@ def test_a_disk_too_small_for_a_packed_table_is_named(tmp_path: Path, monkeypatc
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("polarlm.data.read.files.shutil.copyfileobj", full)
+    monkeypatch.setattr("polarlm.data.readers.shutil.copyfileobj", full)
     path = tmp_path / "table.parquet.gz"
     path.write_bytes(gzip.compress(b"any"))
     refused(lambda: build_corpus({"path": str(path)}, BYTE, tmp_path / "cache"), path.name, "disk is full", "are free")
@@ -109,7 +108,7 @@ def test_a_disk_too_small_for_a_packed_table_is_named(tmp_path: Path, monkeypatc
 
 @pytest.mark.usefixtures("small_limit")
 def test_a_table_of_one_long_value_again_and_again_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "_BATCH_BYTES", 8 * MEGABYTE)
+    monkeypatch.setattr(readers, "_BATCH_BYTES", 8 * MEGABYTE)
     path = tmp_path / "repeated.parquet"
     values = pa.DictionaryArray.from_arrays(pa.array([0] * 256, pa.int32()), pa.array([" " * MEGABYTE]))
     pq.write_table(pa.table({"text": values}), path, dictionary_pagesize_limit=2 * MEGABYTE, store_schema=False)
@@ -136,7 +135,7 @@ def test_text_that_compresses_a_thousand_times_is_read(tmp_path: Path, packing: 
             archive.writestr("text.txt", text)
     else:
         path.write_bytes(PACK[packing](text))
-    assert len(text) > expansion.LARGEST_RATIO * path.stat().st_size
+    assert len(text) > atomic.LARGEST_RATIO * path.stat().st_size
     corpus = build_corpus({"path": str(path)}, BYTE, tmp_path / "cache")
     assert sum(corpus.store(split).bytes for split in corpus.splits) == len(text)
 
@@ -163,8 +162,7 @@ def test_a_size_that_the_user_names_is_allowed(tmp_path: Path) -> None:
 def test_a_document_that_does_not_end_is_refused_before_it_fills_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, settings: dict[str, str], part: str
 ) -> None:
-    for module in (documents, files):
-        monkeypatch.setattr(module, "LARGEST_DOCUMENT", 2 * MEGABYTE)
+    monkeypatch.setattr(readers, "LARGEST_DOCUMENT", 2 * MEGABYTE)
     path = tmp_path / name
     path.write_text((SENTENCE + ("\n" if "document_start" in settings else "")) * 100_000)
     data = {"path": str(path), **settings}

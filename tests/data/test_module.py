@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from polarlm.data import Corpus, LMDataModule
-from polarlm.data.module import Prefetched
-from polarlm.data.order.batches import Batch
+from polarlm.data.module import Batch, Prefetched
 from polarlm.errors import UserError
 
 Build = Callable[..., Corpus]

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from polarlm.data import Corpus, LMDataModule, build_corpus
-from polarlm.data.baselines import ngram_losses
 from polarlm.data.commands import data_settings
-from polarlm.data.probes import Permutations, ProbeTask, Recall
+from polarlm.data.probes import PROBES, Permutations, ProbeTask, Recall
 from polarlm.errors import UserError
+from polarlm.evaluation.baselines import ngram_losses
 from polarlm.ignored import IGNORED
 
 SMALL = {"examples": 300, "eval_examples": 40}
@@ -25,6 +25,10 @@ TASKS: dict[str, dict[str, Any]] = {
     "mqar tight": {"length": 33, "pairs": 8, "keys": 8},
     "permutations": {"length": 24, "group": "S3"},
     "permutations of 5": {"length": 24, "group": "S5"},
+    "permutations even": {"length": 20, "group": "A5"},
+    "copying": {"length": 48, "remembered": 6, "symbols": 5},
+    "copying tight": {"length": 16, "remembered": 8},
+    "induction": {"length": 32},
 }
 
 
@@ -55,11 +59,36 @@ def permutation_oracle(symbols: list[str]) -> list[str | None]:
     return wanted
 
 
+def copying_oracle(symbols: list[str]) -> list[str | None]:
+    """Keep what is not noise; say it again, one at every ">"."""
+    kept: list[str] = []
+    wanted: list[str | None] = []
+    for symbol in symbols:
+        if symbol.startswith("s"):
+            kept.append(symbol)
+        wanted.append(kept.pop(0) if symbol == ">" else None)
+    return wanted
+
+
+def induction_oracle(symbols: list[str]) -> list[str | None]:
+    """The symbol after the first "!" is asked for at the second."""
+    return [None] * (len(symbols) - 1) + [symbols[symbols.index("!") + 1]]
+
+
+ORACLES = {
+    "mqar": recall_oracle,
+    "permutations": permutation_oracle,
+    "copying": copying_oracle,
+    "induction": induction_oracle,
+}
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_an_oracle_gives_the_answer_to_every_target(task: str, tmp_path: Path) -> None:
     corpus = corpus_of(task, tmp_path)
     length, words = TASKS[task]["length"], corpus.tokenizer
-    oracle = recall_oracle if task.startswith("mqar") else permutation_oracle
+    oracle = ORACLES[task.split()[0]]
+    probe = PROBES[task.split()[0]](**TASKS[task])
     module = LMDataModule(corpus, context=length, micro_batch=16, seed=1)
     for batch in [*islice(module.train_dataloader(), 3), *module.val_dataloader(), *module.test_dataloader()]:
         for row, targets in zip(batch["tokens"].tolist(), batch["targets"].tolist()):
@@ -67,7 +96,7 @@ def test_an_oracle_gives_the_answer_to_every_target(task: str, tmp_path: Path) -
                 continue
             wanted = oracle([words.decode([symbol]) for symbol in row])
             assert [None if t == IGNORED else words.decode([t]) for t in targets] == wanted
-            assert sum(t is not None for t in wanted) == TASKS[task].get("pairs", length)
+            assert sum(t is not None for t in wanted) == probe.counted
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -121,11 +150,14 @@ def test_recall_follows_the_published_layout() -> None:
     assert len(keys) == 64 and max(keys.values()) < 2 * min(keys.values())
 
 
-@pytest.mark.parametrize("group", ["S3", "S4", "S5"])
-def test_the_products_form_the_group(group: str) -> None:
+@pytest.mark.parametrize(("group", "order"), [("S3", 6), ("S4", 24), ("A5", 60), ("S5", 120)])
+def test_the_products_form_the_group(group: str, order: int) -> None:
     probe = Permutations(length=4, group=group)
     table, size = probe.product, int(group[1])
-    assert probe.elements == list(permutations(range(size)))
+    assert set(probe.elements) <= set(permutations(range(size))) and len(set(probe.elements)) == order
+    # The sign of a permutation is the determinant of its matrix.
+    signs = [round(np.linalg.det(np.eye(size)[list(element)])) for element in probe.elements]
+    assert set(signs) == ({1} if group[0] == "A" else {1, -1})
     assert np.array_equal(table[0], np.arange(len(table))) and np.array_equal(table[:, 0], np.arange(len(table)))
     assert all(len(set(row)) == len(table) for row in table.tolist())  # a Latin square
     a, b, c = np.random.default_rng(0).integers(0, len(table), (3, 500))
@@ -157,7 +189,7 @@ def test_evaluation_reads_every_example_once(tmp_path: Path, world: int) -> None
 
 
 def test_counting_alone_knows_little_of_the_answers(tmp_path: Path) -> None:
-    for task, guesses in (("mqar", 64), ("permutations", 6)):
+    for task, guesses in (("mqar", 64), ("permutations", 6), ("induction", 15)):
         losses = ngram_losses(corpus_of(task, tmp_path))
         assert losses["unigram"] == pytest.approx(np.log(guesses), rel=0.1)
         assert losses["bigram"] == pytest.approx(np.log(guesses), rel=0.15)
@@ -170,9 +202,10 @@ def test_counting_alone_knows_little_of_the_answers(tmp_path: Path) -> None:
         ({"mqar": {"pairs": 17}}, r"data.mqar.pairs=17 needs data.mqar.length=68"),
         ({"mqar": {"pair": 2}}, r"data.mqar.pair is not an option. Did you mean pairs"),
         ({"mqar": {"length": 2}}, r"data.mqar.length=2 must be a whole number ≥ 4"),
+        ({"source": "copying", "copying": {"length": 30}}, r"data.copying.remembered=16 needs data.copying.length=32"),
         ({"packing": "aligned"}, r"data.packing and data.max_bytes do not apply"),
         ({"streaming": True}, r"data.streaming, data.packing"),
-        ({"source": "permutations", "permutations": {"group": "S7"}}, r"group='S7' is not allowed.*S3, S4, S5"),
+        ({"source": "permutations", "permutations": {"group": "S7"}}, r"group='S7' is not allowed.*S3, S4, A5, S5"),
     ],
 )
 def test_impossible_tasks_are_refused(options: dict[str, Any], part: str, tmp_path: Path) -> None:

@@ -76,7 +76,8 @@ def weights(s):
 
 
 def entropy(s):
-    return -np.nansum(np.where(s.A > 0, s.A * np.log(np.where(s.A > 0, s.A, 1)), 0), -1)
+    a = s.A / np.nansum(s.A, -1, keepdims=True)
+    return -np.nansum(np.where(a > 0, a * np.log(np.where(a > 0, a, 1)), 0), -1)
 
 
 def epsilon(s):

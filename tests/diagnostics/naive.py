@@ -57,7 +57,7 @@ def attend(mixer, x, base):
         decay = np.array([math.exp(-p["mu"][h] * (i - j)) if decays(mixer) else 1.0 for j in past])
         seen.estimate[b, i, h] = (a * decay) @ others
         seen.evidence[b, i, h] = evidence
-        seen.A[b, h, i, : i + 1] = a
+        seen.A[b, h, i, : i + 1] = a * decay
         seen.distance[b, h, i, : i + 1] = np.linalg.norm(unit(v[b, i, h]) - unit(others), axis=-1)
         for name in ("log_kappa", "log_kappa_tilde", "w"):
             if name in columns:

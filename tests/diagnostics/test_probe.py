@@ -10,8 +10,6 @@ from hydra.utils import instantiate
 
 from polarlm.attention import ExclusiveAttention, PolarAttention, StandardAttention
 from polarlm.diagnostics import run_probe
-from polarlm.diagnostics.layer import read_layer
-from polarlm.geometry import rotate
 from polarlm.model import GPT, GPTConfig
 from tests.conftest import ROOT
 
@@ -64,22 +62,6 @@ def test_every_shipped_block_has_the_common_names(block):
         per_head = [entry if isinstance(entry, list) else [entry] for entry in value]
         assert all(len(entry) in (1, probe.heads) for entry in per_head), name
     assert all(count is not None for count in probe.values["attention/entropy"][0])
-
-
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block != "rfa"])  # RFA also decays its values
-def test_values_are_compared_in_the_frame_the_block_averages_them_in(block):
-    model = shipped_model(block)
-    records = []
-    model(tokens_of(), record=records)
-    rotates = model.blocks[0].mixer.rotate_values
-    layer = read_layer(records[0], rotates_values=rotates, documents=None)
-    average = layer.weights @ layer.transported()
-    if "gated_weights" in records[0]:  # a step from the own value along what the gates let through
-        gated, own = records[0]["gated_weights"], layer.transported()
-        average = own + gated @ own - gated.sum(-1, keepdim=True) * own
-    if rotates:
-        average = rotate(average, *layer.rotary, inverse=True)
-    torch.testing.assert_close(average, layer.estimate, rtol=1e-4, atol=1e-4)
 
 
 def test_flat_names_carry_layer_and_head():

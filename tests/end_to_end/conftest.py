@@ -48,10 +48,10 @@ def _signal_at(moment: str) -> None:
             if len(begun) == int(wanted):
                 os.kill(os.getpid(), getattr(signal, name))
 
-    write, replace = JsonLines.log_metrics, os.replace
+    write, replace = JsonLines.append, os.replace
 
-    def log_metrics(self, metrics, step=None):
-        write(self, metrics, step)
+    def append(self, row):
+        write(self, row)
         if self.path.name == "metrics.jsonl":  # not a probe's
             reach("row", object())
 
@@ -63,7 +63,7 @@ def _signal_at(moment: str) -> None:
         if last:
             reach("begun", os.path.dirname(target))
 
-    JsonLines.log_metrics, os.replace = log_metrics, replacing
+    JsonLines.append, os.replace = append, replacing
 
 
 def _child(script: str, arguments: list[str], cwd: str, log: str, environment: dict[str, str]) -> None:
@@ -141,7 +141,15 @@ class Shell:
         return (self.folder / "runs" / name / "checkpoints" / "model.safetensors").read_bytes()
 
 
-TIMES = ("seconds", "training_seconds", "processor_seconds", "tokens_per_second", "mfu", "peak_flops")
+TIMES = (
+    "seconds",
+    "training_seconds",
+    "processor_seconds",
+    "tokens_per_second",
+    "mfu",
+    "peak_flops",
+    "compile_seconds",
+)
 
 
 def numbers(rows: list[dict]) -> list[dict]:

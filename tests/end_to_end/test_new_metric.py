@@ -1,4 +1,4 @@
-"""The worked example of CONTRIBUTING.md: a metric is one row of one table, and then it is everywhere."""
+"""The worked example of docs/extending.md: a metric is one row of one table, and then it is everywhere."""
 
 import json
 import re
@@ -11,7 +11,7 @@ import pytest
 from tests.end_to_end.conftest import ROOT, TINY
 from tests.training.loggers.offline_wandb import read_offline_run
 
-EXAMPLE = re.search(r"### A metric\n.*?```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
+EXAMPLE = re.search(r"### A metric\n.*?```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.S)
 DRIVER = """
 import sys
 import polarlm.evaluation.metrics as table

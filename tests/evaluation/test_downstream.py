@@ -11,13 +11,14 @@ import pytest
 import torch
 import yaml
 
-from polarlm.data import expansion
-from polarlm.data.tokenizers.tokenizer import ByteTokenizer
+from polarlm.data import atomic
+from polarlm.data.tokenizer import ByteTokenizer
 from polarlm.errors import UserError
 from polarlm.evaluation.downstream import files
 from polarlm.evaluation.downstream.blimp import blimp
 from polarlm.evaluation.downstream.continuations import encode_pair, likelihoods, rolling_windows
 from polarlm.evaluation.downstream.files import read_rows, task_file
+from polarlm.evaluation.downstream.harness import generate_answer
 from polarlm.evaluation.downstream.lambada import lambada
 from polarlm.evaluation.downstream.rolling import roll_documents
 from polarlm.evaluation.metrics import Tally, TextSize, measure
@@ -88,6 +89,21 @@ def test_rolling_windows_score_every_token_once():
     assert result == [([99], [0, 1, 2, 3]), ([3], [4, 5, 6, 7]), ([5, 6, 7], [8, 9])]
 
 
+def test_the_harness_gets_greedy_answers_unless_a_task_samples(model):
+    def answer(**options):
+        return generate_answer(model, TOKENIZER, "One two", {"max_gen_toks": 12, **options})
+
+    ids = list(b"One two")
+    for _ in range(12):
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    greedy = TOKENIZER.decode(ids[len(b"One two") :])
+    # A temperature without do_sample is the harness's default for greedy tasks.
+    assert answer() == answer(temperature=2.0) == answer(do_sample=False, temperature=2.0) == greedy
+    assert answer(do_sample=True, temperature=2.0) != greedy
+    assert answer(until=[greedy[-1]]) == greedy[: greedy.index(greedy[-1])]
+
+
 def test_local_files_are_found_or_named(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("POLARLM_SHARED_DATA", str(tmp_path))
@@ -101,7 +117,7 @@ def test_a_packed_file_of_a_task_does_not_expand_without_end(monkeypatch, tmp_pa
     path = tmp_path / "task.jsonl.xz"
     path.write_bytes(lzma.compress(b'{"n": 1}\n' * 200_000))
     assert len(read_rows(path)) == 200_000  # 1.8 MB in a few hundred bytes
-    monkeypatch.setattr(expansion, "ALWAYS_ALLOWED", 1 << 20)
+    monkeypatch.setattr(atomic, "ALWAYS_ALLOWED", 1 << 20)
     with pytest.raises(UserError, match=r"task\.jsonl\.xz has .* expands to at least 1\.0 MB"):
         read_rows(path)
 

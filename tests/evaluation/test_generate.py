@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from polarlm.data.probes import Permutations, Recall
-from polarlm.data.tokenizers.tokenizer import ByteTokenizer
+from polarlm.data.tokenizer import ByteTokenizer
 from polarlm.errors import UserError
 from polarlm.evaluation import generate
 from polarlm.evaluation.generate import Sampling, answered_example, filter_logits, sample_tokens, stream_text

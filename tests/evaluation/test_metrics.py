@@ -81,12 +81,12 @@ def test_reading_the_table_loads_nothing_heavy():
 def test_a_new_row_reaches_the_final_table_and_wandb_without_another_edit(monkeypatch):
     from polarlm.evaluation.metrics import Metric
     from polarlm.launch import table
-    from polarlm.training.loggers import wandb_sink
+    from polarlm.training.loggers import wandb as wandb_module
 
     new = Metric(
         "nats_per_byte", "nats per byte", "nats/byte", "nats", "lower", "New.", lambda t: t.nats / t.text.bytes
     )
-    for module in (table, wandb_sink):
+    for module in (table, wandb_module):
         monkeypatch.setattr(module, "METRICS", (*METRICS, new))
     lines = table.metric_lines({"val/loss": 1.0, "val/nats_per_byte": 0.25})
     assert "nats/byte" in lines[0] and "0.25" in lines[1]
@@ -99,5 +99,5 @@ def test_a_new_row_reaches_the_final_table_and_wandb_without_another_edit(monkey
             self.defined[name] = options.get("summary")
 
     run = Run()
-    wandb_sink.define_axes(run)
+    wandb_module.define_axes(run)
     assert run.defined["val/nats_per_byte"] == "min" and run.defined["val/accuracy"] == "max"

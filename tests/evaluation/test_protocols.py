@@ -188,7 +188,7 @@ def test_a_calibrated_coin_has_no_error_and_an_overconfident_one_has():
 
 
 def test_the_losses_of_documents_add_up_to_the_texts(model, text):
-    from polarlm.data.tokenizers.tokenizer import ByteTokenizer
+    from polarlm.data.tokenizer import ByteTokenizer
 
     scores = score_text(model, text)
     result = losses_of_documents(scores, text, ByteTokenizer())

@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
-from polarlm.data.order.batches import EvalBatches
+from polarlm.data.module import EvalBatches, EvalLoader
 from polarlm.evaluation.metrics import measure
-from polarlm.evaluation.tally import tally_batches
 from polarlm.evaluation.text_size import text_size
+from polarlm.training.module import evaluate_split
 
 
 def slow_count(model, ids, context):
@@ -30,7 +30,7 @@ def test_counts_equal_a_forward_pass_per_token(corpus_of, model_of):
     corpus = corpus_of("byte", documents=20)
     store = corpus.store("val")
     model = model_of(corpus.tokenizer.vocab_size)
-    counted = tally_batches(model, EvalBatches(store, 16, 3), text_size(store, corpus.tokenizer))
+    counted = evaluate_split(model, EvalLoader(EvalBatches(store, 16, 3), corpus, None))
     nats, hits = slow_count(model, store[:].astype(int).tolist(), 16)
     assert counted.targets == len(store) - 1
     assert counted.nats == pytest.approx(nats, rel=1e-6)
@@ -51,7 +51,7 @@ def test_a_model_without_an_opinion_is_never_right(corpus_of, model_of):
     with torch.no_grad():
         model.head.weight.zero_()
     store = corpus.store("val")
-    counted = tally_batches(model, EvalBatches(store, 16, 3), text_size(store, corpus.tokenizer))
+    counted = evaluate_split(model, EvalLoader(EvalBatches(store, 16, 3), corpus, None))
     assert counted.correct == 0
     assert measure(counted)["loss"] == pytest.approx(math.log(corpus.tokenizer.vocab_size))
 
@@ -60,9 +60,9 @@ def test_a_model_in_training_is_counted_without_dropout_and_goes_on_training(cor
     corpus = corpus_of("byte", documents=20)
     store = corpus.store("val")
     model = model_of(corpus.tokenizer.vocab_size, dropout=0.5)
-    still = tally_batches(model, EvalBatches(store, 16, 3), text_size(store, corpus.tokenizer))
-    counted = tally_batches(model.train(), EvalBatches(store, 16, 3), text_size(store, corpus.tokenizer))
-    assert counted == still and model.training
+    loader = EvalLoader(EvalBatches(store, 16, 3), corpus, None)
+    still = evaluate_split(model, loader)
+    assert evaluate_split(model.train(), loader) == still and model.training
 
 
 @pytest.mark.parametrize("kind", ["byte", "char", "bpe"])
@@ -102,26 +102,13 @@ def test_part_of_a_split_is_measured_with_its_own_bytes(tmp_path):
     assert store.bytes_per_token > 1.5
 
 
-def test_training_validates_part_of_a_split_with_that_parts_bytes(corpus_of, model_of, monkeypatch):
-    """The callback hands the part's size to the metrics, not the whole split's."""
-    from contextlib import nullcontext
-    from types import SimpleNamespace
-
+def test_part_of_a_split_is_judged_with_that_parts_bytes(corpus_of, model_of):
     from polarlm.data import LMDataModule
-    from polarlm.training.callbacks import Validation
 
     corpus = corpus_of("byte")
     model = model_of(corpus.tokenizer.vocab_size)
     data = LMDataModule(corpus, context=16, micro_batch=4, seed=1, eval_tokens=333)
-    recorder = SimpleNamespace(row={}, pause=nullcontext)
-    strategy = SimpleNamespace(
-        precision_plugin=SimpleNamespace(forward_context=nullcontext), reduce=lambda totals, reduce_op: totals
-    )
-    trainer = SimpleNamespace(global_step=8, max_steps=100, datamodule=data, strategy=strategy)
-    module = SimpleNamespace(model=model, device=torch.device("cpu"))
-    Validation(recorder, every=8).on_step_end(trainer, module)
-    row = recorder.row
+    logged = measure(evaluate_split(model, data.eval_dataloader("val")))
     text = text_size(corpus.store("val"), corpus.tokenizer, 333)
-    assert row["val/bits_per_byte"] == pytest.approx(row["val/loss"] / math.log(2) * 333 / text.bytes, rel=1e-12)
+    assert logged["bits_per_byte"] == pytest.approx(logged["loss"] / math.log(2) * 333 / text.bytes, rel=1e-12)
     assert text.bytes / 333 != corpus.store("val").bytes_per_token
-    assert set(row) == {f"val/{name}" for name in measure(tally_batches(model, data.eval_dataloader("val"), text))}

@@ -84,7 +84,15 @@ def run(config: dict[str, Any], log: str, kill_at: str | None, notes: str | None
     os._exit(0)
 
 
-TIMES = ("seconds", "training_seconds", "processor_seconds", "tokens_per_second", "mfu", "peak_flops")
+TIMES = (
+    "seconds",
+    "training_seconds",
+    "processor_seconds",
+    "tokens_per_second",
+    "mfu",
+    "peak_flops",
+    "compile_seconds",
+)
 
 
 def _numbers(path: Path) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from geometry_draws import normal, positive
 
-from polarlm.attention.kernels import DirectionalNoise, RadialNoise, RobustCall, robust_attention
+from polarlm.attention.robust import DirectionalNoise, RadialNoise, RobustCall, robust_attention
 from polarlm.geometry.likelihood import radial_consensus, squared_chord
 from polarlm.geometry.polar import to_polar
 from polarlm.geometry.precision import log_kappa, log_kappa_tilde, log_rho, log_rho_tilde

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import replace
 
 import pytest
+import torch
 
-from polarlm.attention import kernels
+from polarlm.fast import backends as kernels
 from polarlm.launch import doctor
 
 
@@ -39,3 +41,12 @@ def test_a_wrong_backend_and_a_raising_check_fail_the_whole(monkeypatch: pytest.
     assert "FAILED   attention: native        it differs from the reference by" in said
     assert "FAILED   disk                     OSError: no such disk" in said
     assert said.rstrip().endswith("2 broken")
+
+
+def test_the_ratio_that_auto_names_is_that_of_the_printed_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available() or torch.backends.mps.is_available():
+        pytest.skip("a CPU's choice")
+    rows = {what: text for _, what, text in doctor.precisions()}
+    fp32, bf16 = (float(rows[name].split()[0].replace(",", "")) for name in ("float32", "bfloat16"))
+    said = float(re.search(r"are ([\d.e+-]+) times as fast", rows["trainer.precision=auto"]).group(1))
+    assert said == pytest.approx(bf16 / fp32, rel=0.06)

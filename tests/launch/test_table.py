@@ -53,3 +53,14 @@ def test_a_difference_that_rounds_to_zero_has_no_sign():
     from polarlm.verdict.estimates import estimate_mean
 
     assert show_estimate(estimate_mean([-0.005, 0.0042]), signed=True).startswith("0.000 ±")
+
+
+def test_losses_of_each_corruption_stand_beside_their_rates():
+    from polarlm.launch.evaluate import table_of
+
+    answer = {"rate": [0.0, 0.1], "random": {"loss": [1.5, 2.5]}, "repeated": {"loss": [1.5, 2.25]}}
+    assert table_of(answer, "by_corruption") == [
+        "rate  random loss  repeated loss",
+        "   0          1.5            1.5",
+        " 0.1          2.5           2.25",
+    ]

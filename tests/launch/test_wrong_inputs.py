@@ -1,25 +1,32 @@
 """Two hundred wrong inputs: exit code 2, one sentence, nothing written, and no waiting for torch."""
 
+import importlib.util
+
 import pytest
 
+from polarlm.errors import UserError
+from polarlm.launch.overrides import config_loader, plan_jobs
+from polarlm.training.loggers.build import check_targets
 from tests.launch.forked import Fork
 
 # key: values that must be refused, as typed.
 WRONG_VALUES = {
-    "seed": "-1 1.5 one null true [1]",
+    "seed": f"-1 1.5 one null true [1] {2**63} 1{'0' * 400} 1{'0' * 5000} 1e400",
     "name": "a/b .. . '' [a] true {a:1} ../x",
     "group": "[a] true ''",
     "resume": "maybe true null 1 Auto",
     "runs_dir": "null '' 3 [a]",
     "cache_dir": "null '' true",
+    "jobs.stop_on_failure": "maybe null 1",
+    "jobs.retries": "-1 x 1.5",
     "sample.prompt": "null [a] 3",
     "sample.tokens": "-1 1.5 many null true",
-    "sample.temperature": "-0.1 hot null nan inf",
+    "sample.temperature": "-0.1 hot null nan inf 1e-320 1e-9",
     "sample.top_k": "0 -3 2.5 few",
     "trainer.max_steps": "1.5 0 -1 many true [3] nan",
     "trainer.max_tokens": "0 -5 1.5 inf lots",
-    "trainer.batch_tokens": "0 -128 null big 128.5 1000",
-    "trainer.micro_batch_tokens": "0 null -1 x",
+    "trainer.batch_tokens": "0 -128 null big 128.5 1000 1e15 4294967296",
+    "trainer.micro_batch_tokens": "0 null -1 x 1e15",
     "trainer.log_every": "0 -1 null often 2.5",
     "trainer.val_every": "0 -1 null",
     "trainer.checkpoint_every": "0 -1 null 1.5",
@@ -35,31 +42,33 @@ WRONG_VALUES = {
     "trainer.compile": "maybe null 1 yess",
     "trainer.deterministic": "maybe null 1",
     "optim.lr": "0 -1e-3 fast null nan inf true",
-    "optim.weight_decay": "-1 null heavy inf",
-    "optim.eps": "0 -1e-8 null",
+    "optim.weight_decay": "-1 null heavy inf 1e30 1e6",
+    "optim.eps": "0 -1e-8 null 1e-320 1e30",
     "optim.betas": "[0.9] 0.9 null [0.9,1.0] [0.9,-0.1] [0.9,x] [0.9,0.95,0.99]",
     "optim.estimator_lr_factor": "-1 null x",
     "optim.grad_clip": "0 -1 x true",
     "schedule.warmup_fraction": "-0.1 1.5 null x",
     "schedule.warmup_tokens": "-1 1.5 x",
     "schedule.final_factor": "-3 2 null x",
-    "logger.mode": "sometimes null true",
-    "logger.project": "null a/b ''",
+    "logger.wandb.mode": "sometimes null true",
+    "logger.wandb.project": "null a/b ''",
     "diagnostics.every": "-1 null 1.5",
     "diagnostics.tokens": "0 -1 null",
     "diagnostics.length": "0 null x",
     "model.d_model": "0 -8 null x 1.5 130",
-    "model.n_layer": "0 -1 null 2.5",
+    "model.n_layer": "0 -1 null 2.5 4096",
     "model.n_head": "0 5 null x",
     "model.n_kv_head": "0 3 x 2.5",
     "model.head_dim": "0 3 x",
     "model.context": "0 -1 null x",
     "model.ffn": "relu null 3 swigluu",
-    "model.ffn_mult": "0 -1 null x",
+    "model.ffn_mult": "0 -1 null x 1e-9 1e9",
+    "model.ffn_width": "0 -1 x 1e12 16777216",
+    "model.logit_cap": "0 -1 x 1e-30 1e30 1e-320",
     "model.dropout": "-0.1 1 x null",
     "model.tie_embeddings": "maybe null 1",
-    "model.rope_base": "0 -1 null",
-    "model.norm_eps": "0 null",
+    "model.rope_base": "0 -1 null 1e300",
+    "model.norm_eps": "0 null 1e-320 1e30",
     "model.checkpointing": "maybe null",
     "data.eval_tokens": "-1 0 1.5 x",
     "data.packing": "tight null true",
@@ -69,7 +78,7 @@ WRONG_VALUES = {
     "data.errors": "loud",
     "data.max_bytes": "0 -1 x 1.5",
     "data.split.rule": "random null",
-    "data.split.val": "-0.1 1 x",
+    "data.split.val": "-0.1 1 x 0",
     "data.split.test": "1.5 -1",
     "data.source": "disk",
     "data.name": "../x '' a/b",
@@ -121,7 +130,10 @@ OTHERS = [
     (["trainer.max_step=3"], "trainer.max_steps"),
     (["max_steps=3"], "trainer.max_steps"),
     (["+trainer.foo=3"], "trainer.foo"),
-    (["+logger.api_key=secret"], "logger.api_key"),
+    (["+logger.wandb.api_key=secret"], "logger.wandb.api_key"),
+    (["logger.mode=offline"], "logger.wandb.mode"),
+    (["logger=[wandb,csw]"], "csv"),
+    (["callbacks=early_stoping"], "early_stopping"),
     (["+model.vocab_size=3"], "tokenizer"),
     (["+block.foo=3"], "block.foo"),
     (["+data.note=x"], "data.note"),
@@ -145,11 +157,28 @@ OTHERS = [
     (["data=text"], "data.path"),
     (["data=text", "data.path=nowhere.txt"], "does not exist"),
     (["model.d_model=30", "model.n_head=2"], "odd"),
+    (["model.d_model=131072"], "memory"),
+    (["model.head_dim=131072"], "memory"),
+    (["optim.lr=1", "optim.weight_decay=2"], "optim.weight_decay"),
+    (["data=mixture", "data.parts={}"], "data.parts"),
+    (["data=mixture", "data.parts=null"], "data.parts"),
+    (["data=text", "data.path=/proc/kmsg"], "/proc/kmsg"),
+    (["data=text", "data.path=/proc/self/mem"], "/proc/self/mem"),
+    (["data=text", f"data.path={'a' * 5000}"], "too long"),
+    (["data=text", f"data.path={'a' * 300}/b.txt"], "too long"),
+    (["--resolve"], "--cfg"),
+    (["--experimental-rerun", "x.pickle"], "pickle"),
     (["trainer.devices=3"], "trainer.batch_tokens"),
     (["trainer=fsdp", "trainer.precision=16-mixed"], "bf16-mixed"),
     (["-m", "seed=x,y"], "seed"),
     (["-m", "block=polar,plar"], "plar"),
     (["-m", "optim.lr=interval(0,1)"], "interval"),
+    (["-m", "seed=range(1,1)"], "seed=range(1,1) has no value"),
+    (["-m", "block=glob(zzz*)"], "block=glob(zzz*) has no value"),
+    (["-m", "seed=1,2", "hydra.sweeper.max_batch_size=-1"], "hydra.sweeper.max_batch_size=-1 must be"),
+    (["-m", "seed=1,2", "hydra.sweeper.max_batch_size=0"], "hydra.sweeper.max_batch_size=0 must be"),
+    (["-m", "seed=range(1000)", "trainer.max_steps=range(1,1000)"], "more than 100,000 jobs"),
+    (["-m", "seed=glob(*)"], "seed"),
 ]
 EVAL = [
     ([], "checkpoint"),
@@ -194,6 +223,13 @@ def test_a_wrong_input_is_one_sentence_and_exit_code_2(fork, tmp_path, command, 
     assert list(tmp_path.iterdir()) == []
     assert done.heavy == []
     assert done.seconds < 2
+
+
+def test_a_logger_that_is_not_installed_is_refused_before_anything_is_written(monkeypatch):
+    config = plan_jobs(config_loader(), "train", ["logger=trackio"], multirun=False).jobs[0].config
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'polarlm\[trackio\]'"):
+        check_targets(config)
 
 
 def test_a_right_input_would_have_got_further(fork, tmp_path):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from polarlm.attention import Mixer, MixerShape, TokenContext
+from polarlm.attention import Mixer, MixerShape, StandardAttention, TokenContext
+from polarlm.model import GPT, GPTConfig
 from polarlm.model.block import Block
 
 SHAPE = MixerShape(d_model=64, n_head=1, n_kv_head=1, head_dim=64, layer=0, n_layer=1)
@@ -40,3 +41,15 @@ def test_dropout_acts_on_what_either_half_adds(mixer, feed_forward):
     dropped = added == 0
     assert abs(dropped.float().mean() - 0.25) < 0.03
     torch.testing.assert_close(added[~dropped], torch.full_like(added[~dropped], 1 / 0.75))
+
+
+def test_a_model_of_mixers_alone_adds_nothing_after_them():
+    size = {"vocab_size": 16, "context": 8, "d_model": 16, "n_layer": 2, "n_head": 2}
+    model = GPT(GPTConfig(**size, ffn="none"), StandardAttention)
+    record = []
+    model.hidden(torch.arange(8)[None], record=record)
+    assert all(torch.equal(layer["residual_mid"], layer["residual_out"]) for layer in record)
+    model.loss(torch.arange(8)[None], torch.arange(8)[None]).backward()
+    assert all(p.grad is not None for p in model.parameters())  # which DDP asks for
+    mixers = sum(p.numel() for block in model.blocks for p in block.mixer.parameters())
+    assert model.parameter_count() == mixers + 16 * 16 + 5 * 16  # an embedding and five norms

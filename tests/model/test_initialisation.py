@@ -85,7 +85,7 @@ def test_calibration_leaves_zeros_the_random_numbers_and_the_mode_alone():
 
 
 @pytest.mark.parametrize("width", [64, 256, 1024])
-@pytest.mark.parametrize("ffn", FEED_FORWARDS)
+@pytest.mark.parametrize("ffn", sorted(FEED_FORWARDS.keys() - {"none"}))
 def test_every_feed_forward_branch_adds_what_the_convention_says(ffn, width):
     size = GPTConfig(vocab_size=61, context=CONTEXT, d_model=width, n_layer=LAYERS, n_head=2, ffn=ffn)
     model = GPT(size, StandardAttention)

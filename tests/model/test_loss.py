@@ -95,3 +95,40 @@ def test_hits_are_targets_that_beat_every_other_token_and_count():
     torch.testing.assert_close(total, chunked_cross_entropy(hidden, weight, targets, "sum"))
     capped = chunked_tally(hidden, weight, targets, cap=2.0)[0]
     torch.testing.assert_close(capped, _plain(hidden, weight, targets, "sum", 2.0))
+
+
+def _compiled(hidden, weight, targets, chunk, dtype=None):
+    """(loss, what the compiler was given: the joint graphs' forward and backward)."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    loss = torch.compile(chunked_cross_entropy, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+    with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+        value = loss(hidden, weight, targets, "sum", chunk)
+    value.backward()
+    return value, graphs
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_compiled_loss_keeps_one_gradient_of_the_weight_however_many_chunks_there_are(dtype):
+    """Unrolled, every chunk's product of the weight's size stayed alive until they were added up."""
+    counts = []
+    for chunk in (8, 37):
+        hidden, weight, targets = _inputs(dtype=torch.float32)
+        value, graphs = _compiled(hidden, weight, targets, chunk, dtype)
+        shapes = [node.meta["val"].shape for graph in graphs for node in graph.graph.nodes if "val" in node.meta
+                  and isinstance(node.meta["val"], torch.Tensor)]  # fmt: skip
+        counts.append(sum(shape == weight.shape for shape in shapes))
+        plain = [tensor.detach().clone().requires_grad_() for tensor in (hidden, weight)]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is not None):
+            eager = chunked_cross_entropy(*plain, targets, "sum", chunk)
+        eager.backward()
+        assert torch.equal(value, eager)
+        assert torch.equal(hidden.grad, plain[0].grad) and torch.equal(weight.grad, plain[1].grad)
+    assert counts[0] == counts[1]

@@ -57,12 +57,46 @@ def test_small_pictures_of_the_page_and_of_one_figure_for_a_readme(tmp_path):
     one = tmp_path / "docs" / "one.png"
     compare(tmp_path / "runs", "--out", tmp_path / "report.html", "--picture", one, "--figure", "length")
     image = Image.open(one)
-    assert 700 < image.width <= 860 and 300 < image.height < 480
+    assert image.size == (3 * 624, 3 * 384)  # 6.5 × 4 inches at 288 dots per inch
     assert len(image.convert("RGB").getcolors(1 << 20)) > 30
     with pytest.raises(UserError, match="no such figure"):
         compare(tmp_path / "runs", "--out", tmp_path / "report.html", "--picture", one, "--figure", "lenght")
     with pytest.raises(UserError, match="--picture"):
         compare(tmp_path / "runs", "--figure", "forest")
+    with pytest.raises(UserError, match=r"must end in \.png, \.svg, \.pdf"):
+        compare(tmp_path / "runs", "--picture", tmp_path / "a.gif")
+    with pytest.raises(UserError, match="a whole page has no SVG"):
+        compare(tmp_path / "runs", "--picture", tmp_path / "a.svg")
+
+
+@pytest.mark.parametrize("kind", ["svg", "pdf"])
+def test_every_figure_for_a_paper_with_its_caption(tmp_path, kind):
+    write_sweep(tmp_path / "runs", seeds=(1, 2), diagnostics=False, evaluations=True)
+    page, figures = tmp_path / "report.html", tmp_path / "figures"
+    compare(tmp_path / "runs", "--out", page, "--figure", "all", "--format", kind, "--picture", figures)
+    names = {file.stem for file in figures.glob(f"*.{kind}")}
+    assert {"forest", "bits", "length", "calibration"} <= names
+    captions = (figures / "captions.txt").read_text()
+    assert all(f"{name}.{kind}\n" in captions for name in names) and "paired seeds" in captions
+    for file in figures.glob(f"*.{kind}"):
+        assert file.read_bytes().startswith(b"%PDF" if kind == "pdf" else b"<svg")
+    if kind == "svg":  # light colours and a legend, whatever the reader's theme
+        bits = (figures / "bits.svg").read_text()
+        assert 'class="legendtext"' in bits and ">polar<" in bits and "rgb(255, 255, 255)" in bits
+
+
+def test_the_download_button_of_a_dark_page_gives_a_light_picture_with_a_legend(tmp_path, open_page):
+    write_sweep(tmp_path / "runs", seeds=(1, 2), diagnostics=False)
+    compare(tmp_path / "runs", "--out", tmp_path / "report.html")
+    page = open_page(tmp_path / "report.html")
+    page.evaluate("() => { state.theme = 'dark'; applyTheme(); redraw(); }")
+    svg = page.evaluate("printFigure('bits', 'svg', true).then((made) => made.data)")
+    assert (
+        'class="legendtext"' in svg
+        and "rgb(255, 255, 255)" in svg
+        and "rgb(0, 0, 0); stroke-opacity: 1; stroke-width: 1" not in svg
+    )
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"  # the page itself stays dark
 
 
 def test_every_quantity_that_can_be_chosen_is_drawn_with_labels_that_fit(tmp_path, open_page):

@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -18,6 +19,9 @@ import torch
 from polarlm.errors import UserError
 from polarlm.report import commands, page
 from polarlm.report.payload import rounded
+from polarlm.runs.identity import identity_of
+from polarlm.runs.reading import read_run
+from polarlm.runs.sweeps import write_plan
 from tests.synthetic_runs import write_run, write_sweep
 
 
@@ -126,6 +130,75 @@ def test_the_forest_has_both_intervals_the_detectable_effect_and_greys_unequal_b
     assert [g["unequal"] for g in data["groups"]] == [False, True, False]
     assert page.count('<tr class="unequal">') == 1
     assert data["verdict"]["margin"] == 0.005
+
+
+def test_the_bars_of_the_forest_are_finite_and_those_of_the_table(tmp_path):
+    """Also the surest winner's, beside a comparison that shows nothing."""
+    write_sweep(tmp_path / "runs", blocks=("standard", "polar"), seeds=(1, 2, 3), diagnostics=False)
+    for seed in (1, 2, 3):
+        write_run(
+            tmp_path / "runs" / f"twin-{seed}", "standard", seed, 590, diagnostics=False, changes={"model.rope": 500}
+        )
+    compare(
+        tmp_path / "runs",
+        "--out",
+        tmp_path / "report.html",
+        "--json",
+        tmp_path / "r.json",
+        "--latex",
+        tmp_path / "t.tex",
+    )
+    report = json.loads((tmp_path / "r.json").read_text())
+    table = {row["group"]: row for row in report["judged"]}
+    latex = (tmp_path / "t.tex").read_text()
+    for row in report["verdict"]["forest"]:
+        difference = table[report["groups"][row["group"]]["label"]]["difference"]
+        if row["low"] is None:
+            continue
+        assert (row["low"], row["mean"], row["high"]) == tuple(difference[k] for k in ("low", "mean", "high"))
+        assert math.isfinite(row["all"][0]) and row["all"][0] <= row["low"] and row["high"] <= row["all"][1]
+        assert f"{row['low']:+.4f}"[:5] in latex and "\\toprule" in latex
+    assert any(row["outcome"] == "better" for row in report["verdict"]["forest"])
+
+
+def test_searches_are_left_out_and_groups_and_sweeps_are_chosen_by_name(tmp_path, capsys):
+    runs = tmp_path / "runs"
+    write_sweep(runs, blocks=("standard", "polar"), seeds=(1, 2), diagnostics=False)
+    write_run(runs / "tuned", "polar", 1000, diagnostics=False)  # the seed of searches
+    for name in ("rfa-1", "rfa-2"):
+        folder = write_run(runs / name, "rfa", int(name[-1]), diagnostics=False)
+        config = (folder / "config.yaml").read_text()
+        assert "group: first-look" in config
+        (folder / "config.yaml").write_text(config.replace("group: first-look", "group: tune-lr-rfa"))
+
+    def compared(*options):
+        compare(runs, "--csv", "-", *options)
+        out, err = capsys.readouterr()
+        return sorted(row.split(",")[0] for row in out.splitlines()[1:]), err
+
+    final = ["polar-seed1", "polar-seed2", "standard-seed1", "standard-seed2"]
+    kept, said = compared()
+    assert kept == final and "3 runs of searches left out" in said
+    assert compared("--searches")[0] == sorted([*final, "rfa-1", "rfa-2", "tuned"])
+    assert compared("--group", "tune-*")[0] == ["rfa-1", "rfa-2"]  # nothing but a search: it is what was asked for
+    with pytest.raises(UserError, match="Did you mean first-look"):
+        compared("--group", "first-lok")
+    jobs = [{"overrides": [], "identity": identity_of(read_run(runs / name).config)} for name in final[:2]]
+    write_plan(runs, "two", [], jobs)
+    assert compared("--sweep", "two")[0] == final[:2]
+    with pytest.raises(UserError, match=r"No sweep 'tow' here\. Did you mean two"):
+        compared("--sweep", "tow")
+
+
+def test_the_text_fits_80_columns_with_long_labels(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # a wide terminal does not widen it
+    for block in ("standard", "polar_with_a_very_long_name_of_its_own_and_more"):
+        for seed in (1, 2):
+            write_run(tmp_path / "runs" / f"{block}{seed}", block, seed, diagnostics=False)
+    compare(tmp_path / "runs", "--text")
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert "seconds" in text and "tokens/s" in text  # stacked below, not cut off
 
 
 def test_bands_and_table_use_the_same_interval(tmp_path):

@@ -8,7 +8,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from polarlm.data.tokenizers.tokenizer import ByteTokenizer
+from polarlm.data.tokenizer import ByteTokenizer
 from polarlm.locations import CONFIGS
 from polarlm.model.build import build_model
 from polarlm.runs.files import write_json

@@ -4,6 +4,7 @@ With POLARLM_OTHER_PYTHON=/path/to/another/venv/bin/python (torch and transforme
 loading, and every block in configs/block is exported to it.
 """
 
+import ast
 import copy
 import json
 import os
@@ -22,7 +23,7 @@ from polarlm.evaluation.metrics import TextSize
 from polarlm.evaluation.scores import score_text
 from polarlm.evaluation.text import Text
 from polarlm.model import GPT, GPTConfig
-from polarlm.runs.export.bundle import rewrite
+from polarlm.runs.export.bundle import bundle
 from polarlm.runs.export.folder import export_run, import_run
 from polarlm.runs.export.llama import is_llama
 from polarlm.runs.restore import restore_run
@@ -76,7 +77,7 @@ def exported(tmp_path_factory):
     root = tmp_path_factory.mktemp("exports")
     tokens = np.random.default_rng(0).integers(256, size=(3, TOKENS))
     np.save(root / "tokens.npy", tokens)
-    runs = {block: made_up_run(root / "runs" / block, block) for block in NAMES}
+    runs = {block: made_up_run(root / "runs" / block, block, rope_base=777.0) for block in NAMES}
     switches = {"head_gate": True, "value_residual": True, "norm_gain": "channel"}
     sizes = {"ffn": "relu2", "ffn_width": 72, "zero_init": True, "logit_cap": 6.0, "tie_embeddings": False}
     runs[ADDITIONS] = made_up_run(root / "runs" / ADDITIONS, "polar", switches, **sizes)
@@ -138,6 +139,16 @@ def test_a_reimported_run_is_the_same_model(tmp_path, block):
         import_run(tmp_path / "out", tmp_path / "again")
 
 
+def test_an_exported_llama_turns_at_the_runs_own_frequencies(tmp_path):
+    run = made_up_run(tmp_path / "run", rope_base=777.0)
+    assert export_run(run, tmp_path / "out") is False
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    # The name up to transformers 4 and the one from 5 on.
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 777.0
+    import_run(tmp_path / "out", tmp_path / "again")
+    assert restore_run(tmp_path / "again", "cpu").model.config.rope_base == 777.0
+
+
 def test_only_a_plain_standard_block_is_a_llama(tmp_path):
     assert is_llama(made_up_run(tmp_path / "a").model)
     assert not is_llama(made_up_run(tmp_path / "b", "standard_rove").model)
@@ -159,9 +170,110 @@ def test_a_folder_of_somebody_else_is_not_overwritten(tmp_path):
     assert (tmp_path / "precious" / "thesis.tex").exists()
 
 
-def test_imports_become_flat_and_kernels_stay_at_home():
-    text, needed = rewrite("polarlm.attention.kernels", "from .noise import RadialNoise\nfrom .nat_backend import x\n")
-    assert "from .polarlm_attention_kernels_noise import RadialNoise" in text
-    assert 'x = _Absent("x")' in text and needed == ["polarlm.attention.kernels.noise"]
-    text, needed = rewrite("somewhere", "def f():\n    from polarlm.model import GPT as G\n")
-    assert "    from .polarlm_model_gpt import GPT as G" in text and needed == ["polarlm.model.gpt"]
+def test_exporting_again_replaces_its_own_files_and_keeps_the_others(tmp_path):
+    run, out = made_up_run(tmp_path / "run", "polar"), tmp_path / "out"
+    export_run(run, out)
+    (out / ".git").mkdir()
+    (out / ".git" / "HEAD").write_text("ref: refs/heads/main")
+    (out / "notes.md").write_text("mine")
+    (out / "README.md").write_text("old")
+    export_run(run, out)
+    assert (out / "notes.md").read_text() == "mine" and (out / ".git" / "HEAD").exists()
+    assert "polar" in (out / "README.md").read_text()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "run"]
+
+
+@pytest.mark.parametrize("verb", ["export", "import"])
+@pytest.mark.parametrize("moment", ["write_config", "save_weights", "os.rename"])
+def test_killed_halfway_nothing_is_there_and_the_same_command_succeeds(tmp_path, monkeypatch, verb, moment):
+    run = made_up_run(tmp_path / "run")
+    export_run(run, tmp_path / "exported")
+
+    def once():
+        export_run(run, tmp_path / "out") if verb == "export" else import_run(tmp_path / "exported", tmp_path / "out")
+
+    def killed(*arguments, **options):
+        raise SystemExit(137)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"polarlm.runs.export.folder.{moment}", killed)
+        patch.setattr("shutil.rmtree", lambda *a, **k: None)  # a kill -9 cleans nothing up
+        patch.setattr(os, "getpid", lambda: 2**22 + 1)  # and its process is gone
+        with pytest.raises(SystemExit):
+            once()
+    assert not (tmp_path / "out").exists() and list(tmp_path.glob(".out.*.new"))
+    once()
+    restored = restore_run(tmp_path / "out", "cpu") if verb == "import" else (tmp_path / "out" / "README.md").exists()
+    assert restored and not list(tmp_path.glob(".out.*"))
+
+
+def test_nothing_behind_a_link_is_exported_or_imported(tmp_path):
+    secret = tmp_path / "ssh"
+    secret.mkdir()
+    (secret / "id_rsa").write_text("SECRET")
+    (secret / "auth.json").write_text('{"token": "SECRET"}')
+    run = made_up_run(tmp_path / "run")
+    (run.folder / "tokenizer" / "keys").symlink_to(secret)
+    (run.folder / "tokenizer" / "id").symlink_to(secret / "id_rsa")
+    export_run(run, tmp_path / "out")
+    (tmp_path / "out" / "polarlm_run" / "tokenizer" / "keys").symlink_to(secret)
+    (tmp_path / "out" / "polarlm_run" / "more").symlink_to(secret)
+    import_run(tmp_path / "out", tmp_path / "again")
+    for folder in (tmp_path / "out", tmp_path / "again"):
+        held = [path for path in folder.rglob("*") if not path.is_symlink() and path.is_file()]
+        assert held and not [path for path in held if b"SECRET" in path.read_bytes()]
+    for folder, act in (
+        (run.folder, lambda: export_run(run, tmp_path / "other")),
+        (tmp_path / "out" / "polarlm_run", lambda: import_run(tmp_path / "out", tmp_path / "other")),
+    ):
+        (folder / "environment.json").unlink(missing_ok=True)
+        (folder / "environment.json").symlink_to(secret / "auth.json")
+        with pytest.raises(UserError, match="is a link"):
+            act()
+    for place in ("out", "out/polarlm_run"):  # an untrusted run could also lead what is written elsewhere
+        (tmp_path / "run2").mkdir(exist_ok=True)
+        link = tmp_path / "run2" / place
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(secret)
+        with pytest.raises(UserError, match="not written by export"):
+            export_run(run, tmp_path / "run2" / "out")
+        link.unlink()
+    assert sorted(path.name for path in secret.iterdir()) == ["auth.json", "id_rsa"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["polarlm_run/environment.json", "polarlm_run/tokenizer/x", "model.safetensors"])
+def test_a_device_in_an_exported_folder_is_not_read(tmp_path, name):
+    export_run(made_up_run(tmp_path / "run"), tmp_path / "out")
+    (tmp_path / "out" / name).unlink(missing_ok=True)
+    (tmp_path / "out" / name).symlink_to("/dev/zero")
+    with pytest.raises(UserError, match="device"):
+        import_run(tmp_path / "out", tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_the_code_of_a_model_is_one_file_without_polarlm(tmp_path):
+    export_run(made_up_run(tmp_path / "run", "polar"), tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").glob("*.py")] == ["modeling_polarlm.py"]
+    tree = ast.parse((tmp_path / "out" / "modeling_polarlm.py").read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    assert not [node for node in imports if "polarlm" in ast.unparse(node)]
+    names = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    assert len(set(names)) == len(names) and "PolarAttention" in names  # no definition hides another
+
+
+def test_a_name_that_two_modules_define_stays_with_each_of_them(monkeypatch):
+    sources = {
+        "polarlm.one": "SIZE = 1\n\n\ndef area(SIZE):\n    return SIZE * SIZE\n\n\ndef unused():\n    return 0\n",
+        "polarlm.two": "from polarlm.one import area as square\n\nSIZE = 3\n"
+        "def cube():\n    return SIZE * square(SIZE)\n",
+    }
+    monkeypatch.setattr("polarlm.runs.export.bundle._source", sources.__getitem__)
+    monkeypatch.setattr("polarlm.runs.export.bundle._is_package", lambda module: False)
+    entry = "from polarlm.two import cube\n\n\ndef area():\n    return cube()\n"
+    text = bundle("polarlm.entry", entry)
+    names = {}
+    exec(text, names)
+    assert names["area"]() == 27 and "unused" not in text
+    with pytest.raises(ValueError, match="imports polarlm as a whole"):
+        bundle("polarlm.entry", "import polarlm\n")

@@ -6,6 +6,7 @@ import yaml
 from polarlm.errors import UserError
 from polarlm.runs.folder import choose_folder
 from polarlm.runs.identity import default_name
+from polarlm.runs.sweeps import swept_values
 
 
 @pytest.fixture
@@ -57,6 +58,29 @@ def test_the_default_name_changes_with_what_decides_the_numbers_and_with_nothing
     assert name.startswith("polar-nano-pydocs-seed1-")
     assert default_name({**config, "logger": {"kind": "none"}}) == name
     assert default_name({**config, "trainer": {"max_steps": 6, "devices": 1}}) != name
+
+
+def test_a_run_is_continued_by_its_identity_whatever_sweep_has_named_it(config, tmp_path):
+    old = tmp_path / default_name(config)
+    settle(old, config, "interrupted")
+    named = {**config, "name": default_name(config, "nu4")}
+    assert named["name"].startswith("polar-nano-pydocs-nu4-seed1-")
+    assert choose_folder(named)[:2] == (old, True)
+    assert choose_folder({**named, "resume": "never"})[0].name == named["name"]
+    assert choose_folder({**config, "name": "mine"})[0].name == "mine"  # a name of one's own is kept
+    other = {**named, "seed": 2}
+    assert not choose_folder({**other, "name": default_name(other, "nu4")})[1]
+    (old / "summary.json").write_text(json.dumps({"status": "finished"}))
+    assert choose_folder(named)[0].name == named["name"]
+
+
+def test_a_folder_is_named_after_what_its_sweep_varies():
+    overrides = ["block=polar", "block.nu=4", "optim.lr=1e-3", "block.forgetting=none", "seed=1", "logger=none"]
+    swept = {"block", "block.nu", "optim.lr", "block.forgetting", "seed", "logger"}
+    assert swept_values(overrides, swept) == "nu4-lr1e-3-forgetting-none"
+    assert swept_values(overrides, {"seed", "block"}) == ""
+    assert swept_values(["data.path='/a b/$(x)'"], {"data.path"}) == "path-abx"
+    assert len(swept_values([f"block.k{i}=12345" for i in range(40)], {f"block.k{i}" for i in range(40)})) <= 80
 
 
 @pytest.mark.parametrize("name", ["a/b", "../x", "a\nb"])

@@ -27,14 +27,14 @@ def test_parts_add_up_to_the_whole(tmp_path):
     )
     *flops, everything = flops_parts(model, 24)
     assert sum(value for _, value in flops) == everything[1] == model.flops_per_token(24)
-    *memory, whole = memory_parts(model, 2)
+    *memory, whole = memory_parts(model, 2, model.config.context)
     assert sum(size for _, size in memory) == whole[1]
     assert dict(memory)["optimiser"] == 8 * model.parameter_count()
 
 
 def test_activations_are_measured_and_grow_with_the_batch(tmp_path):
     model = made_up_run(tmp_path / "run").model
-    one, two = saved_bytes(model, 1), saved_bytes(model, 2)
+    one, two = (saved_bytes(model, rows, model.config.context) for rows in (1, 2))
     # At least the input of every matrix product of every layer is kept.
     assert one > 24 * 32 * 4 * 2 * 4
     assert 1.7 < two / one < 2.05  # tables and scalars are kept once

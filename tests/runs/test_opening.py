@@ -12,7 +12,7 @@ import pytest
 
 from polarlm.errors import UserError
 from polarlm.runs.identity import refuse_secrets
-from polarlm.runs.lock import PATIENCE_VARIABLE, lock_folder
+from polarlm.runs.lock import PATIENCE_VARIABLE, boot_id, lock_folder
 from polarlm.runs.opening import open_run
 
 
@@ -119,6 +119,29 @@ def test_another_machine_counts_as_alive_until_it_is_silent_for_long(config):
         open_run(config, corpus(), 10)
     os.utime(folder / "run.lock", (time.time() - 3600,) * 2)
     open_run(config, corpus(), 10)[1].release()
+
+
+def test_a_container_that_starts_again_under_another_name_goes_on(config):
+    """Within one boot the kernel's lock decides, whatever the machine is called."""
+    folder, lock, _ = open_run(config, corpus(), 10)
+    lock.release()
+    other = {"pid": 1, "host": socket.gethostname() + "-other", "since": "yesterday"}
+    (folder / "run.lock").write_text(json.dumps({**other, "boot": boot_id()}))
+    assert open_run(config, corpus(), 10)[2]
+
+
+def test_force_overrules_another_machine_and_no_living_process(config):
+    folder, lock, _ = open_run(config, corpus(), 10)
+    with pytest.raises(UserError, match="is being written by process") as caught:
+        open_run({**config, "resume": "force"}, corpus(), 10)
+    assert "resume=force" not in str(caught.value)
+    lock.release()
+    other = {"pid": 1, "host": socket.gethostname() + "-other", "boot": "another", "since": "yesterday"}
+    (folder / "run.lock").write_text(json.dumps(other))
+    os.utime(folder / "run.lock", (time.time() + 86400,) * 2)  # its clock was ahead
+    with pytest.raises(UserError, match=r"other, since yesterday.*resume=force"):
+        open_run(config, corpus(), 10)
+    assert open_run({**config, "resume": "force"}, corpus(), 10)[2]
 
 
 def _race(config, results, all_tried):

@@ -12,18 +12,22 @@ import pytest
 import yaml
 
 from polarlm.cli import main
-from polarlm.data import expansion
+from polarlm.data import atomic, build_corpus
 from polarlm.errors import UserError
+from polarlm.launch.protocols import corpus_for, foreign_places
 from polarlm.model.build import build_model
 from polarlm.runs.evaluations import read_arrays, read_evaluations, write_evaluation
 from polarlm.runs.files import printable, read_config, read_json
+from polarlm.runs.inspection import describe_run
 from polarlm.runs.lock import lock_folder
 from polarlm.runs.opening import _remove_unfinished_files
 from polarlm.runs.reading import read_run
 from polarlm.runs.restore import restore_run
 from polarlm.runs.settings_of import is_choice
 from polarlm.runs.sweeps import known_runs
+from polarlm.verdict.defaults import shipped_settings
 from polarlm.verdict.per_document import _losses
+from polarlm.visible import VisibleOutput
 from tests.runs.made_up_run import made_up_run
 
 MODEL = dict(context=16, d_model=16, n_layer=1, n_head=2)
@@ -49,6 +53,36 @@ def test_a_stored_configuration_builds_only_our_own_classes_with_plain_values(bl
     with pytest.raises(UserError, match="block"):
         build_model({"model": MODEL, "block": block}, 32)
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("target", ["hydra.utils.instantiate", "torch.utils.collect_env.run", "os.system"])
+def test_a_yaml_beside_a_stored_run_does_not_permit_what_the_run_names(stranger, target, tmp_path, monkeypatch, capsys):
+    (tmp_path / "configs" / "block").mkdir(parents=True)
+    (tmp_path / "configs" / "block" / "note.yaml").write_text(f"_target_: {target}\n")
+    monkeypatch.chdir(tmp_path)
+    command = {"_target_": "torch.utils.collect_env.run", "command": "touch executed"}
+    block = {"_target_": target, "_partial_": True, "config": "${oc.create:" + json.dumps(command) + "}"}
+    assert main(["inspect", str(stranger(block=block))]) == 2
+    assert "not a class of polarlm" in capsys.readouterr().err
+    with pytest.raises(UserError, match="is not a subclass of"):  # typed by the user: only mixers
+        build_model({"model": MODEL, "block": {"_target_": target}}, 32)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_class_of_the_user_counts_when_typed_and_in_stored_runs_of_trusted_modules(stranger, tmp_path, monkeypatch):
+    (tmp_path / "configs" / "block").mkdir(parents=True)
+    (tmp_path / "configs" / "block" / "mine.yaml").write_text("_target_: my_blocks.Mine\n")
+    code = "from polarlm.attention import StandardAttention\nclass Mine(StandardAttention): pass\n"
+    (tmp_path / "my_blocks.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    block = {**stranger.own["block"], "_target_": "my_blocks.Mine"}
+    assert type(build_model({"model": MODEL, "block": block}, 32).blocks[0].mixer).__name__ == "Mine"
+    with pytest.raises(UserError, match="POLARLM_TRUST"):
+        restore_run(stranger(block=block))
+    assert type(restore_run(stranger.folder, typed=True).model.blocks[0].mixer).__name__ == "Mine"
+    monkeypatch.setenv("POLARLM_TRUST", "other,my_blocks")
+    assert type(restore_run(stranger.folder).model.blocks[0].mixer).__name__ == "Mine"
 
 
 def test_nothing_is_interpolated(monkeypatch):
@@ -145,6 +179,8 @@ def stranger(tmp_path_factory):
     ("group", "changes"),
     [
         ("model", {"d_model": 10**5}), ("model", {"n_layer": 4000}), ("model", {"n_layer": 10**9}),
+        ("model", {"ffn_width": 2**24}), ("model", {"head_dim": 2**17, "n_head": 4096}),
+        ("model", {"ffn": "gelu", "ffn_mult": 1024}),
         ("model", {"context": 10**12}), ("model", {"n_head": "2"}), ("model", {"d_model": [32]}),
         ("model", [1]), ("model", None), ("block", None), ("data", None), ("choices", [1]), ("trainer", "x"),
     ],
@@ -155,12 +191,49 @@ def test_a_size_that_was_made_up_costs_no_memory_and_a_missing_part_is_named(str
         restore_run(stranger(**{group: value}))
 
 
+def test_a_long_context_or_large_batch_that_was_made_up_is_not_computed(stranger):
+    model, trainer = stranger.own["model"] | {"context": 2**22}, stranger.own["trainer"] | {"micro_batch_tokens": 2**50}
+    described = describe_run(restore_run(stranger(model=model, trainer=trainer), "cpu"))
+    assert "micro-batch of 8 × 2,048 tokens" in described
+
+
 def test_a_terminal_is_not_steered_by_what_is_inspected_or_refused(stranger, capsys):
     folder = stranger(seed="\x1b[2J", tokenizer={"kind": "\x1b[2J"})
     assert main(["inspect", str(folder)]) == 0
     assert main(["inspect", str(stranger(block={**stranger.own["block"], "\x1b[2J": 1}))]) == 2
     output = capsys.readouterr()
     assert "\x1b" not in output.out + output.err and "\\x1b[2J" in output.out and "\\x1b[2J" in output.err
+
+
+def test_no_verb_prints_control_characters_of_a_run(stranger, tmp_path, capsys):
+    for number, label in enumerate(("\x1b[2J\x9b", "plain")):
+        folder = tmp_path / f"run{number}"
+        folder.mkdir()
+        config = {**stranger.own, "group": label, "name": label, "choices": stranger.own["choices"] | {"block": label}}
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        summary = {"status": "finished", "val/loss": 1.0 + number, "group": label, "seed": number, "block": label}
+        (folder / "summary.json").write_text(json.dumps(summary))
+        (folder / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1.0}\n')
+    assert main(["compare", str(tmp_path), "--text"]) == 0
+    output = capsys.readouterr().out
+    assert "plain" in output and not {"\x1b", "\x9b"} & set(output)
+    VisibleOutput(sys.stdout).writelines(["a\x1b[2J", "\ud800\n"])
+    assert capsys.readouterr().out == "a\\x1b[2J\\ud800\n"
+
+
+def test_a_run_with_half_a_surrogate_pair_is_named_and_the_others_are_compared(stranger, tmp_path, capsys):
+    for number, sample in enumerate((r"\ud800", "fine", "good")):
+        folder = tmp_path / f"run{number}"
+        folder.mkdir()
+        (folder / "config.yaml").write_text(yaml.safe_dump(stranger.own))
+        text = f'{{"status": "finished", "val/loss": {1 + number}, "seed": {number}, "sample": "{sample}"}}'
+        (folder / "summary.json").write_text(text)
+        (folder / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1.0}\n')
+        with open(folder / "metrics.jsonl", "a") as rows:
+            rows.write(f'{{"step": 2, "train/loss": 1.0, "note": "{sample}"}}\n')
+    assert main(["compare", str(tmp_path), "--text", "--out", str(tmp_path / "page.html")]) == 0
+    assert "summary.json" in capsys.readouterr().out and (tmp_path / "page.html").stat().st_size > 1000
+    assert any("summary.json" in problem for problem in read_run(tmp_path / "run0").problems)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pipes in the file system")
@@ -180,6 +253,41 @@ def test_a_pipe_or_device_in_a_run_folder_is_not_read(tmp_path, name):
             with pytest.raises(UserError, match="pipe or a device"):
                 read(tmp_path / "run")
         assert known_runs(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("data", "tokenizer"),
+    [
+        ({"path": "SECRET"}, {}), ({"url": "https://SECRET/ping"}, {}), ({"hub": {"name": "SECRET/x"}}, {}),
+        ({"local": "../../SECRET"}, {}), ({}, {"kind": "file", "path": "SECRET"}),
+        ({}, {"kind": "hub", "hub": "SECRET/x"}),
+        ({"source": "mixture", "parts": {"a": {"path": "SECRET"}}, "weights": {"a": 1}}, {}),
+    ],
+)  # fmt: skip
+def test_judging_an_untrusted_run_reads_only_text_that_the_user_names(stranger, tmp_path, monkeypatch, data, tokenizer):
+    (tmp_path / "SECRET").write_text("mine " * 1000)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("polarlm.launch.protocols.build_corpus", lambda *a: pytest.fail("it was looked for"))
+    own = stranger.own
+    run = restore_run(stranger(data=own["data"] | data, tokenizer=own["tokenizer"] | tokenizer), "cpu")
+    options = {"cache_dir": str(tmp_path / "cache"), "trust_data": False}
+    with pytest.raises(UserError, match=r"SECRET.*--trust-data"):
+        corpus_for(run, options)
+
+
+def test_the_text_of_a_run_is_found_in_the_cache_in_shipped_places_and_where_it_is_trusted(stranger, tmp_path):
+    text, cache = tmp_path / "book.txt", tmp_path / "cache"
+    text.write_text("A line of the book.\n" * 200)
+    data = {"name": "text", "path": str(text), "mask_documents": False}
+    run = restore_run(stranger(data=data), "cpu")
+    options = {"cache_dir": str(cache), "trust_data": True}
+    corpus = build_corpus(data, {"kind": "byte"}, tmp_path / "elsewhere")
+    (run.folder / "corpus.json").write_text(json.dumps({"fingerprint": corpus.fingerprint}))
+    assert corpus_for(run, options).fingerprint == corpus.fingerprint  # trusted, and prepared by this
+    text.unlink()
+    assert corpus_for(run, {**options, "trust_data": False}).fingerprint == corpus.fingerprint  # in the cache
+    assert foreign_places({"data": shipped_settings("data", "wikitext2"), "tokenizer": {"kind": "byte"}}) == []
+    (run.folder / "corpus.json").unlink()
 
 
 def test_the_name_of_a_corpus_or_choice_does_not_lead_elsewhere(tmp_path):
@@ -205,7 +313,7 @@ def test_arrays_that_expand_without_end_are_refused(tmp_path, monkeypatch):
     (record,) = read_evaluations(tmp_path)
     path = tmp_path / "evaluations" / record["arrays"]
     assert len(read_arrays(tmp_path, record)["nats"]) == 1 << 18  # 4 MB in a few kilobytes
-    monkeypatch.setattr(expansion, "ALWAYS_ALLOWED", 1 << 20)
+    monkeypatch.setattr(atomic, "ALWAYS_ALLOWED", 1 << 20)
     with pytest.raises(UserError, match=rf"{path.name} has .* MB and expands to at least 4\.2 MB.*judge the run again"):
         read_arrays(tmp_path, record)
     with pytest.raises(UserError, match=path.name):  # also told by compare, where damaged records say nothing

@@ -1,8 +1,8 @@
 """A question and rows for it, made up: small, deterministic, plausible."""
 
 from polarlm.settings import read_settings
-from polarlm.study.plan import Question
-from polarlm.study.summaries import Summary
+from study.plan import Question
+from study.summaries import Summary
 
 PART = {
     "title": "Letters",

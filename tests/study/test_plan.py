@@ -8,8 +8,8 @@ from polarlm.errors import UserError
 from polarlm.launch.overrides import config_loader, plan_jobs
 from polarlm.locations import CONFIGS
 from polarlm.runs.identity import identity_of
-from polarlm.study.jobs import Planner, best_value, next_values, settings_of
-from polarlm.study.plan import QUICK, Tuning, plan_files, read_question, read_questions
+from study.jobs import Planner, best_value, next_values, settings_of
+from study.plan import QUICK, Tuning, plan_files, read_question, read_questions
 from tests.study.made_up import question
 
 QUESTIONS = sorted(plan_files())

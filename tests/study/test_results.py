@@ -1,57 +1,122 @@
 """Rows → verdicts, tables and pictures; the committed page is what the committed rows give."""
 
 import json
+import math
+import re
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from polarlm.errors import UserError
-from polarlm.study import results
-from polarlm.study.curves import curve_tables
-from polarlm.study.judge import check_known, judge_part
-from polarlm.study.pictures import forest
-from polarlm.study.summaries import Summary, as_run, read_summary, unflatten, write_summary
+from study import pictures, results
+from study.judge import check_known, judge_part
+from study.numbers import fill
+from study.summaries import Summary, as_run, read_summary, unflatten, write_summary
 from tests.study.made_up import question, row, summary
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_committed_page_is_what_the_committed_rows_give():
-    pictures = {}
-
-    def draw(name, judged):
-        pictures[name] = forest(judged)
-        return f"study/{name}.svg" if pictures[name] else None
-
-    assert results.page(ROOT / "docs" / "study", draw) == (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    pinned = next(
-        line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("matplotlib==")
-    )
-    if metadata.version("matplotlib") == pinned.split("==")[1].split(";")[0].strip():
-        for name, picture in pictures.items():
-            if picture:
-                assert (ROOT / "docs" / "study" / f"{name}.svg").read_bytes() == picture
+SUMMARIES = ROOT / "docs" / "study"
 
 
-def test_the_overview_has_every_finding_below_its_question_and_says_what_was_not_run():
-    asked = question()
-    judged = judge_part(asked, "letters", summary(-0.02))
-    text = results.overview([(asked, {"letters": judged}), (asked, {"letters": None})], {"blocks": {}})
-    title, part = f"{asked.number}. {asked.title}", asked.parts["letters"].title
-    assert f"- **[{title}](#{results.anchor(title)})**\n  - {part}: {judged.finding}.\n" in text
-    assert text.endswith(f"  - Not run yet: {part}.\n")
-    assert results.anchor("9. Which `polar`, then?") == "9-which-polar-then"
+@pytest.fixture(scope="module")
+def answers():
+    return results.read_answers(SUMMARIES)
 
 
-def test_curves_of_different_protocols_do_not_share_a_table():
-    made = summary()
-    for tokens, entry in zip((511, 511, 255), made.rows, strict=False):
-        curve = {"rate": [0, 0.1], "random": {"loss": [tokens / 1000, 2.0]}}
-        entry["evaluations"] = [{"protocol": {"name": "corruption", "tokens": tokens}, "by_corruption": curve}]
-    tables = list(curve_tables(judge_part(question(), "letters", made)))
-    shown = [("tokens 511" in table, "0.511" in table, "0.255" in table) for table in tables]
-    assert shown == [(False, False, True), (True, True, False)]
+def test_the_committed_page_is_what_the_committed_rows_give(answers):
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    assert results.page(answers, SUMMARIES) == page
+    assert len(page.splitlines()) <= 400
+    assert re.findall(r"^## (\d+)\.", page, re.MULTILINE) == [str(n) for n in range(1, 10)]  # no gaps
+
+
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_a_committed_picture_is_drawn_from_the_committed_rows(name, answers):
+    path = SUMMARIES / f"{name}.svg"
+    date, rows = pictures.picture_origin(path)
+    assert rows == pictures.rows_hash(SUMMARIES), f"{path} is older than its rows: run {results.COMMAND}"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", date) and results.COMMAND in path.read_text(encoding="utf-8")
+    pinned = re.search(r"^matplotlib==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE).group(1)
+    if metadata.version("matplotlib") == pinned:
+        assert pictures.svg(pictures.PICTURES[name](answers), date, rows) == path.read_text(encoding="utf-8")
+
+
+def test_the_overview_draws_the_numbers_of_the_tables(answers):
+    drawn = {}
+    for line in pictures.draw_overview(answers).axes[0].lines:
+        if line.get_gid():
+            drawn.setdefault(line.get_gid(), []).append(list(line.get_xdata()))
+    bars = pictures.overview_bars(answers)
+    assert len(bars) == len(drawn["interval"]) == len(drawn["mean"]) > 30
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    for bar, interval, (mean,) in zip(bars, drawn["interval"], drawn["mean"]):
+        flip = -1 if bar.group in ("neighbours", "appendix") or bar.label.startswith("polar − ") else 1
+        low, high = sorted(flip * end for end in interval)
+        shown = f"{results.signed(flip * mean)} ({results.signed(low)} to {results.signed(high)})"
+        assert re.search(rf"`{bar.place[2]}` \| [\d.]+ \| {re.escape(shown)} \|", page), (bar, shown)
+    # The interval that holds for all comparisons of a table is wider, and finite: no arrow, no end at zero.
+    widest = [bar for bar in bars if bar.joint]
+    assert [list(bar.joint) for bar in widest] == drawn["joint"]
+    assert all(bar.joint[0] <= bar.low and bar.high <= bar.joint[1] for bar in widest)
+    assert all(math.isfinite(end) for bar in bars for end in (bar.low, bar.high, *(bar.joint or ())))
+
+
+def test_the_numbers_of_the_readme_are_those_of_the_rows(answers):
+    known = set()
+    for judged in (judged for answer in answers for judged in answer.parts.values() if judged):
+        for line in judged.lines:
+            if line.comparison and line.comparison.difference.low is not None:
+                d, baseline = line.comparison.difference, line.comparison.baseline
+                shown = f"{d.mean:+.3f} ({d.low:+.3f} to {d.high:+.3f})".replace("-", "−")
+                known.add((line.variant, baseline, shown, str(d.n)))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| .+? \| `(\w+)` \| `(\w+)` \| (.+?) \| .+? \| (\d) \|$", readme, re.MULTILINE)
+    assert len(rows) >= 9 and set(rows) <= known
+    lines = [line for answer in answers for judged in answer.parts.values() if judged for line in judged.lines]
+    assert f"All {sum(line.comparison is not None for line in lines)} comparisons" in readme
+
+
+def test_the_length_picture_names_the_block_without_forget_gates(answers):
+    labels = [text.get_text() for text in pictures.draw_length(answers).axes[0].get_legend().get_texts()]
+    assert "polar (forget gates)" in labels and "polar without forget gates" in labels
+
+
+def test_a_number_in_a_paragraph_is_the_one_of_the_rows():
+    numbers = {"blocks": {"letters": judge_part(question(), "letters", summary(-0.02))}}
+    text = fill("{gap letters/polar} below, {value blocks:letters/standard}, {signed letters/polar}", numbers, "blocks")
+    assert text == "0.020 below, 2.200, −0.020"
+    for wrong in ("{gap letters/standard}", "{gap letters/nobody}", "{gap other/polar}", "{oops letters/polar}"):
+        with pytest.raises(UserError, match="names nothing that the rows have"):
+            fill(wrong, numbers, "blocks")
+
+
+def test_a_diagnostic_is_told_as_its_range_over_layers():
+    judged = judge_part(question(), "letters", summary(-0.02))
+    for number, line in enumerate(judged.lines):
+        for row_ in line.rows:
+            row_["probes"] = {"radial/growth_latent": [0.5 + number, 0.022, 0.082]}
+    numbers = {"blocks": {"letters": judged}}
+    assert fill("{probe letters/standard radial/growth_latent}", numbers, "blocks") == "0.022–0.5"
+    assert fill("{probe letters/polar radial/growth_latent 2}", numbers, "blocks") == "0.022–0.082"
+
+
+def test_many_variants_that_show_nothing_share_a_row_and_a_difference_that_is_shown_keeps_its_own():
+    asked = question(variants={name: [f"block={name}"] for name in ("standard", "polar", *"abcdefg")})
+    made = summary(-0.2)
+    for name in "abcdefg":
+        for seed, noise in ((1, 0.05), (2, -0.04), (3, 0.01)):
+            made.add(row(name, seed, 2.0 + 0.1 * seed + noise), {"block._target_": name})
+    rows = results.part_rows(asked, asked.parts["letters"], judge_part(asked, "letters", made))
+    assert [r[2].partition(":")[0] for r in rows] == ["`polar`", "7 others"]
+    assert rows[0][0] == "Letters, 3 seeds" and rows[0][6] == "**better**" and rows[1][6] == "no difference shown"
+
+
+def test_a_question_without_runs_says_so():
+    answer = results.Answer(question(), {"letters": None}, "")
+    assert "**Not run yet.** The plan is ready: `configs/study/blocks.yaml`." in results.section(answer, {})
 
 
 def test_rows_come_back_from_their_file_and_the_file_is_stable(tmp_path):
@@ -114,9 +179,8 @@ def test_a_clear_difference_is_told_with_its_interval_and_its_costs():
     polar = judged.lines[1]
     assert polar.outcome == "better" and polar.comparison.difference.mean == pytest.approx(-0.02)
     assert polar.comparison.seeds == (1, 2, 3) and "the tokens" in polar.sentence
-    text = results.variants_table(question(), "letters", judged)
-    assert "−0.02 (" in text and "| better |" in text and "| 6.00 |" not in text
-    assert b"</svg>" in forest(judged) and forest(judged) == forest(judged)
+    (cells,) = results.part_rows(question(), question().parts["letters"], judged)
+    assert cells[4].startswith("−0.0200 (−0.0") and cells[6] == "**better**" and "× FLOPs" in cells[7]
 
 
 def test_no_verdict_before_the_planned_seeds_are_there():
@@ -148,9 +212,10 @@ def test_a_best_value_at_the_end_of_the_search_is_said():
         made.add(row("standard", 1, loss, value=value), {"block._target_": "s"})
 
     def said():
-        return results.section(asked, {"letters": judge_part(asked, "letters", made)}, {}, lambda *_: None)
+        (line,) = judge_part(asked, "letters", made).lines
+        return results.line_details(line)
 
-    assert "Best at an end of the values that were tried, so perhaps not the best: `standard` (0.002).\n" in said()
+    assert said().endswith("searched 0.001 → 1.4000, 0.002 → 0.7000; chose 0.002 (at an end of the search)")
     made.add(row("standard", 1000, 3.0, stage="tune", value=4e-3))
     assert "at an end" not in said()
 
@@ -172,14 +237,3 @@ def test_a_row_is_a_run_for_the_verdict():
 def test_one_command_makes_all_seeds_again():
     rows = [row("polar", 1, 1.0, command="python train.py block=polar runs_dir=x seed=1"), row("polar", 2, 1.0)]
     assert results.command(rows) == "python train.py block=polar -m seed=1,2"
-
-
-def test_jumps_of_the_loss_are_counted_over_the_seeds_where_every_row_knows_them():
-    made = summary()
-    assert "jumps" not in results.variants_table(question(), "letters", judge_part(question(), "letters", made))
-    for number, known in enumerate(made.rows):
-        known["incidents"] = number  # standard: 0, 2, 4; polar: 1, 3, 5
-    head, _, standard, polar = results.variants_table(
-        question(), "letters", judge_part(question(), "letters", made)
-    ).splitlines()
-    assert head.endswith("| jumps |") and standard.endswith("| 6 |") and polar.endswith("| 9 |")

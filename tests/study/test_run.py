@@ -7,10 +7,10 @@ import yaml
 
 from polarlm.runs.evaluations import write_evaluation
 from polarlm.runs.identity import identity_of
-from polarlm.study.collect import collect
-from polarlm.study.jobs import Planner
-from polarlm.study.run import Study
-from polarlm.study.summaries import Summary, read_summary
+from study.collect import collect
+from study.jobs import Planner
+from study.run import Study
+from study.summaries import Summary, read_summary
 from tests.study.made_up import question
 
 
@@ -66,7 +66,7 @@ def test_only_the_evaluations_that_were_asked_for_count_and_are_kept(tmp_path, p
     study = Study([asked], tmp_path / "runs", tmp_path / "rows")
     waiting = study.waiting()
     assert {job.verb for job in waiting} == {"eval"} and len(waiting) == len(jobs) - 1
-    assert all(job.overrides[1:] == ["protocol=length,corruption", "tokens=1000"] for job in waiting)
+    assert all(job.overrides[1:] == ("protocol=length,corruption", "tokens=1000") for job in waiting)
     study.note_all()
     kept = {
         (row["variant"], row["seed"]): [(e["protocol"]["name"], e["protocol"]["tokens"]) for e in row["evaluations"]]

@@ -19,7 +19,7 @@ def rank_zero(world: int, model: GPT, optim: dict[str, Any]) -> Iterator[Languag
     """The model's FSDP2 shards as rank 0 of `world` has them; its process group talks to nobody."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
-        module = LanguageModel(model, optim=optim, schedule=None, batch_tokens=1, max_steps=1, compiled=False)  # type: ignore[arg-type]
+        module = LanguageModel(model, optim=optim)
         names = ("data_parallel", "tensor_parallel")
         module._device_mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=names)
         module.configure_model()

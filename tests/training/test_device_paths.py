@@ -135,11 +135,11 @@ def test_a_run_is_restored_onto_the_gpu(two_gpus, monkeypatch, tmp_path):
 # -- fake tensors: a device and a shape, no numbers --------------------------------------------------------------------
 
 
-def composed_block(block: str) -> dict:
+def composed_block(block: str, *more: str) -> dict:
     from pathlib import Path
     from tempfile import gettempdir
 
-    return composed(Path(gettempdir()), f"block={block}", "model.d_model=64", "model.n_head=2")
+    return composed(Path(gettempdir()), f"block={block}", "model.d_model=64", "model.n_head=2", *more)
 
 
 def fake(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -150,7 +150,7 @@ def fake(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def call_on_gpu(dtype: torch.dtype = torch.bfloat16, size: int = 32, **options):
-    from polarlm.attention.kernels import DirectionalNoise, RobustCall
+    from polarlm.attention.robust import DirectionalNoise, RobustCall
 
     of_heads = [fake(4, dtype=torch.float32) for _ in range(6)]
     noise = DirectionalNoise(*of_heads[:5], nu=of_heads[5])
@@ -159,15 +159,15 @@ def call_on_gpu(dtype: torch.dtype = torch.bfloat16, size: int = 32, **options):
 
 
 def test_attention_on_a_gpu_takes_the_triton_kernels_and_stays_there(monkeypatch):
-    from polarlm.attention import kernels
-    from polarlm.attention.kernels import triton_backend
+    from polarlm.fast import backends as kernels
+    from polarlm.fast import triton_backend
 
     chosen = []
     monkeypatch.setattr(triton_backend, "INSTALLED", True)
-    monkeypatch.setattr(kernels, "distrust", lambda backend, device: chosen.append((backend, device)))
+    monkeypatch.setattr(kernels, "distrust", lambda backend, device, setup: chosen.append((backend, device)))
     with FAKE, torch.no_grad():
         for dtype in (torch.bfloat16, torch.float32):
-            out = kernels.robust_attention(call_on_gpu(dtype))
+            out = kernels.attend_with(call_on_gpu(dtype))
             assert (out.v_bar.device, out.v_bar.dtype, out.v_bar.shape) == (GPU, dtype, (2, 4, 16, 32))
             assert (out.log_evidence.device, out.log_evidence.dtype) == (GPU, torch.float32)
         assert chosen == [("triton", "cuda")] * 2
@@ -178,28 +178,28 @@ def test_attention_on_a_gpu_takes_the_triton_kernels_and_stays_there(monkeypatch
 
 
 def test_the_backward_operator_of_the_triton_kernels_on_a_gpu():
-    """Autograd refuses fake GPU tensors in a CPU build of torch, so the operator is called as autograd would."""
-    from polarlm.attention.kernels.triton_backend import triton_backward
+    """The operator as autograd calls it; whole steps are in tests/gpu."""
+    from polarlm.fast.triton_backend import triton_backward
 
     with FAKE:
         call = call_on_gpu()
         parameters, evidence = fake(7, 4, dtype=torch.float32), fake(2, 4, 16, dtype=torch.float32)
-        options = (None, "student", False, False, True, True)
+        options = (None, "student", False, False, False, False, True, True)
         inputs = (call.q, call.k, call.v, call.magnitude, evidence, parameters)
         gradients = triton_backward(call.q, evidence, call.q, evidence, *inputs, *options)
     assert [x.shape for x in gradients] == [x.shape for x in inputs]
     assert all(x.device == GPU for x in gradients)
 
 
-@pytest.mark.parametrize("world", [8, 512])
-def test_a_sharded_step_among_many_ranks(world):
+@pytest.mark.parametrize(("world", "switches"), [(8, ()), (512, ()), (4, ("block.value_residual=true",))])
+def test_a_sharded_step_among_many_ranks(world, switches):
     """FSDP2's shards, norm and clipping as rank 0 of `world` sees them."""
     from polarlm.model.build import build_model
     from polarlm.training.gradients import clip, gradients_of, total_norm
     from polarlm.training.optimisers import build_optimiser
     from tests.training.lonely_rank import rank_zero
 
-    config = composed_block("polar")
+    config = composed_block("polar", *switches)
     model = build_model(config, 1024)
     whole = model.embedding.weight.shape[0]
     with rank_zero(world, model, config["optim"]) as module:

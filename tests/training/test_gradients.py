@@ -33,9 +33,6 @@ def module(grad_clip=1.0, steps=3, **optim):
         GPT(config, StandardAttention),
         optim={**OPTIM, "grad_clip": grad_clip, **optim},
         schedule=Constant(warmup_fraction=0.0),
-        batch_tokens=8 * CONTEXT,
-        max_steps=steps,
-        compiled=False,
     )
 
 

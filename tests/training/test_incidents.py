@@ -1,6 +1,7 @@
 """A step that goes wrong is noticed, named, never saved, and handled as asked."""
 
 import json
+import threading
 
 import lightning.pytorch as pl
 import pytest
@@ -88,6 +89,23 @@ def test_after_the_limit_the_run_stops(tmp_path):
         fitted(tmp_path, tmp_path / "run", *options, extra=(Poison(6, 1),))
 
 
+def test_a_step_that_always_goes_wrong_ends_the_run_after_the_allowed_rewinds(tmp_path):
+    options = (*OPTIONS, "trainer.on_nonfinite=rewind", "trainer.max_incidents=2")
+    with pytest.raises(TrainingDiverged, match="after 2 other incidents"):
+        fitted(tmp_path, tmp_path / "run", *options, extra=(Poison(6, 10**9),))
+    assert [(i["action"], i["after_step"], i["skipped_batches"]) for i in incidents(tmp_path / "run")] == [
+        ("rewind", 4, 4),
+        ("rewind", 4, 4),
+    ]
+    assert len(detours(tmp_path / "run")) == 2  # every one leaves out further batches
+
+
+@pytest.mark.parametrize("seed", [20261118, 2**63 - 1])
+def test_a_large_seed_trains(tmp_path, seed):
+    rows = fitted(tmp_path, tmp_path / "run", "trainer.max_steps=2", "model.dropout=0.1", f"seed={seed}")
+    assert rows[-1]["step"] == 2
+
+
 def test_the_layer_where_it_started_is_named(tmp_path):
     class Break(pl.Callback):
         """From step 6 on, the second block's mixer gives nan: in the forward pass, so that repeating it shows it."""
@@ -102,7 +120,9 @@ def test_the_layer_where_it_started_is_named(tmp_path):
 
 def watcher(tmp_path, spike_z=10.0):
     nothing = lambda *_: None  # noqa: E731
-    return Incidents(tmp_path, policy="stop", limit=1, spike_z=spike_z, is_read_step=nothing, discard=nothing)
+    return Incidents(
+        tmp_path, policy="stop", limit=1, spike_z=spike_z, is_read_step=nothing, discard=nothing, settle=nothing
+    )
 
 
 def test_a_jump_of_the_loss_is_found_and_noise_and_learning_are_not(tmp_path):
@@ -123,3 +143,46 @@ def test_a_damaged_record_is_named_because_the_next_batches_follow_from_it(tmp_p
     (tmp_path / "incidents.json").write_text(text)
     with pytest.raises(UserError, match=r"incidents\.json is damaged"):
         detours(tmp_path)
+
+
+def test_processes_that_found_different_things_take_the_same_passes():
+    """A sharded model's passes are collective: a process that stopped alone would leave the others waiting for ever."""
+    from polarlm.training.incidents import where_it_started
+
+    ranks, meeting = 2, threading.Barrier(2, timeout=20)
+    said: list[str | None] = [None] * ranks
+    passes: list[list[str]] = [[] for _ in range(ranks)]
+    named: list[str] = [""] * ranks
+
+    class Toy(torch.nn.Module):
+        """Bad in the forward pass of one process only; elsewhere its gradient is bad."""
+
+        def __init__(self, rank: int) -> None:
+            super().__init__()
+            self.rank, self.layer = rank, torch.nn.Linear(1, 1, bias=False)
+            torch.nn.init.constant_(self.layer.weight, float("nan") if rank == 1 else 1.0)
+
+        def loss(self, tokens, targets, documents=None):
+            passes[self.rank].append("forward")
+            loss = self.layer(tokens).sum()
+            loss.register_hook(lambda _: passes[self.rank].append("backward"))
+            return loss
+
+    def process(rank: int) -> None:
+        def agree(place):
+            said[rank] = place
+            meeting.wait()
+            named_first = next((place for place in said if place is not None), None)
+            meeting.wait()
+            return named_first
+
+        batches = [{"tokens": torch.ones(1, 1), "targets": torch.ones(1, 1)}] * 3
+        named[rank] = where_it_started(Toy(rank), batches, torch.device("cpu"), agree)
+
+    threads = [threading.Thread(target=process, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert passes[0] == passes[1] == ["forward"]
+    assert named == ["the output of layer"] * 2

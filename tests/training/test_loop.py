@@ -1,11 +1,13 @@
 """One run from its checks to its end: what is refused before training, and how a late failure is told."""
 
 import json
+import time
 
 import pytest
 
 from polarlm.errors import UserError
 from polarlm.runs.checkpoints import step_file
+from polarlm.training import callbacks
 from polarlm.training.loop import train_run
 from tests.training.loggers.offline_wandb import read_offline_run
 from tests.training.tiny_jobs import composed, fitted
@@ -46,3 +48,11 @@ def test_a_run_continued_from_an_earlier_checkpoint_draws_the_same_dropout_and_r
     again = fitted(tmp_path, tmp_path / "run", *job)
     assert [row["step"] for row in again] == [1, 2, 3, 4]
     assert [row["train/loss"] for row in again] == [row["train/loss"] for row in whole]
+
+
+def test_the_probe_before_the_first_step_is_no_training_time(tmp_path, monkeypatch):
+    probe = callbacks.run_probe
+    monkeypatch.setattr(callbacks, "run_probe", lambda *args: (time.sleep(0.3), probe(*args))[1])
+    options = ("diagnostics.every=10", "diagnostics.tokens=16", "diagnostics.length=16")
+    (row,) = fitted(tmp_path, tmp_path / "run", "diagnostics=default", *options, "trainer.max_steps=1")
+    assert 0 < row["training_seconds"] <= row["seconds"] - 0.6

@@ -140,3 +140,39 @@ def test_a_state_numbered_as_the_model_lists_its_parameters_is_read_back(name, t
     for one, two in zip(models[0].parameters(), models[1].parameters()):
         for key, value in first.state[one].items():
             assert torch.equal(torch.as_tensor(second.state[two][key]), torch.as_tensor(value)), key
+
+
+def test_a_yaml_of_the_user_names_an_optimiser_class_and_no_function(tmp_path, monkeypatch):
+    (tmp_path / "configs" / "optim").mkdir(parents=True)
+    for number, target in enumerate(("torch.optim.SGD", "torch.utils.collect_env.run", "torch.nn.Linear")):
+        (tmp_path / "configs" / "optim" / f"{number}.yaml").write_text(f"_target_: {target}\nlr: 0.1\n")
+    monkeypatch.chdir(tmp_path)
+    built = build_optimiser({"_target_": "torch.optim.SGD", "lr": 0.1, "grad_clip": 1.0}, torch.nn.Linear(2, 2))
+    assert isinstance(built, torch.optim.SGD) and built.defaults["lr"] == 0.1
+    for target in ("torch.utils.collect_env.run", "torch.nn.Linear"):
+        with pytest.raises(UserError, match=r"not a subclass of torch\.optim"):
+            build_optimiser({"_target_": target, "lr": 0.1}, torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_muon_step_is_left_out_without_waiting_for_the_device(monkeypatch, stop):
+    """Reading a flag on a GPU waits for all that was launched before: a Muon step must not do it."""
+    models = [gpt("StandardAttention") for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimisers = [muon(model, momentum=0.95, **ADAMW) for model in models]
+    for step in range(3):
+        for model, optimiser in zip(models, optimisers):
+            optimiser.zero_grad()
+            model.loss(*[torch.arange(8).view(1, 8)] * 2).backward()
+            if stop and step == 1:
+                for parameter in model.parameters():
+                    parameter.grad.fill_(float("nan"))
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "__bool__", lambda self: pytest.fail("waits for the device"))
+            patch.setattr(torch.Tensor, "item", lambda self: pytest.fail("waits for the device"))
+            optimisers[0].suppress(torch.tensor(stop and step == 1))
+            optimisers[0].step()
+        if not (stop and step == 1):
+            optimisers[1].step()
+    for one, two in zip(models[0].parameters(), models[1].parameters()):
+        assert torch.equal(one, two)

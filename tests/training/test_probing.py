@@ -11,12 +11,10 @@ import torch
 from polarlm.attention import PolarAttention
 from polarlm.errors import UserError
 from polarlm.model import GPT, GPTConfig
-from polarlm.training.callbacks import Recorder, StepSeed
-from polarlm.training.loggers.json_lines import JsonLines
+from polarlm.runs.files import json_lines
+from polarlm.training.callbacks import Probing, Recorder, Steps, probe_batch
 from polarlm.training.module import LanguageModel
-from polarlm.training.probing import Probing, probe_batch
 from polarlm.training.schedules.constant import Constant
-from polarlm.training.steps import Steps
 
 TEXT = np.random.default_rng(0).integers(0, 32, 5000)
 OPTIM = {"_target_": "polarlm.training.optimisers.adamw.adamw", "lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8}
@@ -50,19 +48,17 @@ def train(folder, *, every, steps=10, compiled=False, layers=2):
     torch.manual_seed(0)
     config = GPTConfig(vocab_size=32, context=16, d_model=16, n_layer=layers, n_head=2, dropout=0.2)
     module = LanguageModel(
-        GPT(config, PolarAttention), optim=OPTIM, schedule=Constant(), batch_tokens=32, max_steps=steps,
-        compiled=compiled,
+        GPT(config, PolarAttention), optim=OPTIM, schedule=Constant(), seed=1, compiled=compiled,
     )  # fmt: skip
-    recorder = Recorder(batch_tokens=32, flops_per_token=1, log_every=1)
-    probing = Probing(recorder, Data(), {"every": every, "tokens": 64, "length": 1024}, folder)
-    metrics = JsonLines(folder / "metrics.jsonl")
+    recorder = Recorder(folder, batch_tokens=32, flops_per_token=1, log_every=1)
+    probing = Probing(recorder, Data(), {"every": every, "tokens": 64, "length": 1024})
     trainer = pl.Trainer(
-        accelerator="cpu", max_steps=steps, logger=[metrics], enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, log_every_n_steps=10**9,
-        callbacks=[StepSeed(1), probing, recorder, Steps([probing, recorder])],
+        accelerator="cpu", max_steps=steps, logger=[recorder.logger], enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=10**9,
+        callbacks=[recorder, probing, Steps([probing, recorder])],
     )  # fmt: skip
     trainer.fit(module, datamodule=Data())
-    return metrics.rows()
+    return json_lines(folder / "metrics.jsonl")
 
 
 def probes(folder):
@@ -106,8 +102,8 @@ def test_probes_come_at_the_start_every_so_often_and_at_the_end(tmp_path):
 
 
 def test_probing_is_kept_out_of_throughput(tmp_path):
-    recorder = Recorder(batch_tokens=32, flops_per_token=1, log_every=1)
-    probing = Probing(recorder, Data(), {"every": 1, "tokens": 64, "length": 16}, tmp_path)
+    recorder = Recorder(tmp_path, batch_tokens=32, flops_per_token=1, log_every=1)
+    probing = Probing(recorder, Data(), {"every": 1, "tokens": 64, "length": 16})
     plugin = SimpleNamespace(forward_context=torch.no_grad)
     strategy = SimpleNamespace(precision_plugin=plugin)
     trainer = SimpleNamespace(global_step=0, is_global_zero=True, loggers=[], strategy=strategy)
@@ -123,9 +119,8 @@ def test_a_continued_run_forgets_the_probes_after_its_checkpoint(tmp_path):
     train(tmp_path, every=4)
     file = tmp_path / "diagnostics" / "probe.jsonl"
     file.write_text(file.read_text() + '{"step": 12, "tok')  # killed while writing
-    recorder = Recorder(batch_tokens=32, flops_per_token=1, log_every=1)
-    probing = Probing(recorder, Data(), {"every": 4, "tokens": 64, "length": 16}, tmp_path)
-    probing.on_train_start(SimpleNamespace(global_step=4), None)
+    recorder = Recorder(tmp_path, batch_tokens=32, flops_per_token=1, log_every=1)
+    recorder.on_train_start(SimpleNamespace(global_step=4, loggers=[], max_steps=10), None)
     assert [probe["step"] for probe in probes(tmp_path)] == [0, 4]
 
 
@@ -145,6 +140,6 @@ def test_documents_are_masked_in_the_probe_when_they_are_in_training():
 
 
 @pytest.mark.parametrize("options", [{"every": -1}, {"tokens": 0}, {"length": 1}])
-def test_impossible_settings_are_refused(tmp_path, options):
+def test_impossible_settings_are_refused(options):
     with pytest.raises(UserError, match=r"diagnostics\.every"):
-        Probing(None, None, {"every": 1, "tokens": 8, "length": 8} | options, tmp_path)
+        Probing(None, None, {"every": 1, "tokens": 8, "length": 8} | options)

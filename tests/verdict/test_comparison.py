@@ -159,6 +159,18 @@ def test_equivalence_is_two_one_sided_tests():
     assert lost.outcome == NOT_SHOWN
 
 
+def test_claims_of_equivalence_share_one_error_rate():
+    """Each alone would be called equivalent at 5 %; three on one page are not, and none of them is p-hacked in."""
+    base, margin = np.array([2.0, 2.02, 1.99, 2.01, 2.0]), 0.005
+    differences = np.array([0.004, -0.0035, 0.0045, -0.004, 0.002])
+    alone = [compare_seeds(name, losses(base + differences), "b", losses(base), margin=margin) for name in "acd"]
+    p = alone[0].evidence.p_beyond(margin)
+    assert 0.05 / 3 < p < 0.05 and {c.outcome for c in alone} == {EQUIVALENT}
+    together = adjust(alone)
+    assert [c.p_equivalent for c in together] == pytest.approx([3 * p] * 3)
+    assert {c.outcome for c in together} == {NOT_SHOWN}
+
+
 def test_a_difference_smaller_than_the_margin_is_called_both():
     base = np.array([2.0, 2.02, 1.99, 2.01, 2.0])
     treatment = losses(base - 0.002 + 0.0002 * np.array([1, -1, 0, 1, -1]))

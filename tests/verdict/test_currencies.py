@@ -26,6 +26,14 @@ def test_a_loss_inside_the_curve_is_interpolated_and_one_below_it_extrapolated_u
     assert cost_at(reference, "metres", at_half) is None
 
 
+def test_a_curve_is_continued_along_its_last_half_alone():
+    """It falls by 0.4 per e-fold up to half of its cost and by 0.1 after: only the later slope may be continued."""
+    tokens = np.linspace(1e5, 4e6, 40)
+    log = np.log(tokens / 2e6)
+    broken = LossCurve({"tokens": tokens}, np.where(log < 0, 2.0 - 0.4 * log, 2.0 - 0.1 * log))
+    assert cost_at(broken, "tokens", broken.losses[-1] - 0.1 * math.log(2)) == pytest.approx(8e6, rel=0.01)
+
+
 def test_two_validations_are_a_curve_and_one_is_none():
     halves = LossCurve({"tokens": np.array([250.0, 500.0])}, np.array([3.0, 2.8]))
     assert cost_at(halves, "tokens", 2.9) == pytest.approx(math.sqrt(250 * 500))

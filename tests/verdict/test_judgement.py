@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from polarlm.errors import UserError
 from polarlm.report.tables import results_table, show_count, text_report
@@ -18,6 +19,7 @@ from polarlm.verdict.groups import follows_from_block, group_runs, varied_number
 from polarlm.verdict.headline import headline
 from polarlm.verdict.judgement import judge_groups, seed_losses
 from polarlm.verdict.looks import Looks
+from polarlm.verdict.published import compare_published, published_sentence
 from tests.synthetic_runs import write_run, write_sweep
 
 
@@ -358,6 +360,16 @@ def test_seeds_added_after_a_look_are_noticed_and_planned_ones_are_not(tmp_path)
     assert len(find_run_folders([tmp_path])) == 10  # the note is no run
 
 
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+def test_a_trial_uses_the_always_valid_rule_from_its_first_look_on(tmp_path, seeds):
+    groups = groups_of(write_sweep(tmp_path, blocks=("standard", "polar"), seeds=range(seeds), diagnostics=False))
+    looks = Looks()
+    looks.every_time = True
+    first = judge_groups(groups, looks=looks).rows[1].comparison
+    assert first.evidence.always_valid and first.evidence.size == seeds
+    assert not judge_groups(groups).rows[1].comparison.evidence.always_valid
+
+
 def test_runs_above_the_bigram_are_called_undertrained(tmp_path):
     folders = write_sweep(tmp_path, blocks=("standard",), seeds=(1, 2), diagnostics=False)
     summary = json.loads((folders[0] / "summary.json").read_text())
@@ -366,12 +378,24 @@ def test_runs_above_the_bigram_are_called_undertrained(tmp_path):
     assert "Undertrained, worse than a bigram table of the training text: standard-seed1." in notes
 
 
+def test_the_headline_says_undertrained_only_where_every_run_loses_to_a_bigram_table(tmp_path):
+    folders = write_sweep(tmp_path, blocks=("standard", "polar"), diagnostics=False)
+    finding = headline(judge_groups(groups_of(folders)))
+    said = []
+    for folder in folders:
+        summary = json.loads((folder / "summary.json").read_text())
+        record(folder, "summary.json", summary | {"val/loss": 5.2})
+        said.append(headline(judge_groups(groups_of(folders))))
+    assert said[:-1] == [finding] * (len(folders) - 1)
+    assert said[-1] == f"Undertrained, every run is worse than a bigram table: {finding}"
+
+
 def test_the_headline_names_the_weakest_currency(tmp_path):
     judgement = judge_groups(groups_of(write_sweep(tmp_path, diagnostics=False)))
     for row in judgement.rows[1:]:
         assert [gain.currency for gain in row.gains][-1] == "tokens"  # the synthetic blocks cost more per token
     assert re.search(
-        r"than standard(, at equal \w+ too| at equal tokens, (but )?not)|every currency", headline(judgement)
+        r"than standard(, at equal \w+ too| at equal tokens, (but )?not)|every budget", headline(judgement)
     )
 
 
@@ -384,7 +408,7 @@ def test_who_wins_in_every_currency_does_not_stand_under_anothers_reservation(tm
     )
     rows = (first, replace(rfa, gains=(by_one, by_all)), replace(polar, gains=(by_all, by_all)))
     won, _, with_reservation = headline(replace(judgement, rows=rows)).partition("; ")
-    assert won.startswith("polar: lower") and "too (at least 1.20×)" in won
+    assert won.startswith("polar: lower") and "too (1.20×, 95 % interval 1.10–" in won
     assert with_reservation.startswith("rfa: lower") and "not shown at equal" in with_reservation
 
 
@@ -401,3 +425,34 @@ def test_losses_per_document_add_what_text_like_this_would_say(tmp_path):
     sentence = judge_groups(groups_of(folders)).rows[1].sentence
     assert re.search(r"On text like this: −0\.0[12]\d* bits per byte .*50 documents × 3 seeds", sentence)
     assert "On text like this" not in judge_groups(groups_of(write_sweep(tmp_path / "other"))).rows[1].sentence
+
+
+def test_the_mean_of_the_seeds_is_judged_against_a_published_number(tmp_path):
+    folders = write_sweep(tmp_path, blocks=("standard", "polar"), seeds=range(1, 6), diagnostics=False)
+    values = {"standard": [28.0, 28.1, 27.9, 28.05, 28.02], "polar": [27.5, 27.7, 27.4, 27.6, 27.55]}
+    for folder in folders:
+        block, seed = folder.name.split("-seed")
+        summary = json.loads((folder / "summary.json").read_text())
+        record(folder, "summary.json", summary | {"test/perplexity": values[block][int(seed) - 1]})
+    groups = groups_of(folders)
+    judgement = judge_groups(groups, "test/perplexity")
+    standard, polar = compare_published(groups, judgement, 28.01)
+    assert (standard.outcome, polar.outcome) == ("no difference shown", "better") and polar.family == 2
+    # The test of scipy on the logarithms, since the mean of perplexities is that of losses.
+    expected = stats.ttest_1samp(np.log(values["polar"]), np.log(28.01))
+    assert polar.p_value == pytest.approx(expected.pvalue)
+    low, high = expected.confidence_interval()
+    assert (polar.difference.low + np.log(28.01), polar.difference.high + np.log(28.01)) == pytest.approx((low, high))
+    sentence = published_sentence(polar, judgement)
+    assert f"95 % interval {np.exp(low):.4g} to {np.exp(high):.4g}; 5 seeds, one-sample t" in sentence
+    assert "mean 27.55" in sentence and sentence.endswith("better than the published 28.01.")
+    assert compare_published(groups, judgement, 27.0)[1].outcome == "worse"
+    # A failed seed forbids the claim, and so do fewer seeds than planned; adding seeds after a look costs.
+    assert compare_published(groups, judgement, 28.01, planned=6)[1].outcome == "no difference shown"
+    looks = Looks()
+    looks.every_time = True
+    assert compare_published(groups, judgement, 28.01, looks=looks)[1].p_value > polar.p_value
+    summary = json.loads((folders[-1] / "summary.json").read_text())
+    record(folders[-1], "summary.json", summary | {"status": "failed"})
+    lost = compare_published(groups_of(folders), judgement, 28.01)[1]
+    assert lost.outcome == "no difference shown" and "no win is claimed" in published_sentence(lost, judgement)

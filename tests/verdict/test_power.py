@@ -43,6 +43,17 @@ def test_how_many_more_seeds_would_decide():
     assert f"About {wanted - 4} more seeds would decide" in verdict(comparison, "bits per byte")
 
 
+def test_more_comparisons_on_a_page_need_more_seeds():
+    ours, theirs = seeds_with(-0.01, 0.01, 4)
+    alone = compare_seeds("a", ours, "b", theirs, margin=0.001)
+    page = adjust([alone, *(compare_seeds(name, ours, "b", theirs, margin=0.001) for name in "cdef")])
+    assert [c.family for c in page] == [5] * 5
+    wanted = seeds_to_decide(page[0])
+    assert wanted > seeds_to_decide(adjust([alone])[0])
+    chances = [power(0.01, 0.01 / np.sqrt(n), n - 1, 0.05 / 5) for n in (wanted - 1, wanted)]
+    assert chances[0] < 0.8 <= chances[1]
+
+
 def test_seeds_may_decide_for_equivalence_too_and_a_hopeless_case_is_said():
     ours, theirs = seeds_with(0.0001, 0.006, 4)
     assert seeds_to_decide(compare_seeds("a", ours, "b", theirs, margin=0.005)) < 25

@@ -7,8 +7,8 @@ import lzma
 from pathlib import Path
 from typing import Any
 
-from polarlm.data.expansion import allowed_in_memory, require_allowed
-from polarlm.data.read.locate import local_copy
+from polarlm.data.atomic import allowed_in_memory, require_allowed
+from polarlm.data.hub import local_copy
 from polarlm.errors import UserError
 
 

@@ -80,18 +80,18 @@ def harness_model(model: GPT, tokenizer: Tokenizer) -> Any:
             return sums
 
         def generate_until(self, requests: Sequence[Any]) -> list[str]:
-            answers = []
-            for request in requests:
-                prompt, options = request.args
-                until = options.get("until") or []
-                stop = [until] if isinstance(until, str) else list(until)
-                temperature = float(options.get("temperature") or 0.0) if options.get("do_sample") else 0.0
-                count = int(options.get("max_gen_toks") or NEW_TOKENS)
-                pieces = stream_text(model, tokenizer, prompt, count, Sampling(temperature=temperature), stop=stop)
-                answers.append("".join(pieces))
-            return answers
+            return [generate_answer(model, tokenizer, *request.args) for request in requests]
 
     return PolarlmLM()
+
+
+def generate_answer(model: GPT, tokenizer: Tokenizer, prompt: str, options: dict[str, Any]) -> str:
+    """What the model writes after a prompt: greedy unless the task's `do_sample` is set, up to one of its `until`."""
+    until = options.get("until") or []
+    stop = [until] if isinstance(until, str) else list(until)
+    temperature = float(options.get("temperature") or 0.0) if options.get("do_sample") else 0.0
+    count = int(options.get("max_gen_toks") or NEW_TOKENS)
+    return "".join(stream_text(model, tokenizer, prompt, count, Sampling(temperature=temperature), stop=stop))
 
 
 def run_tasks(

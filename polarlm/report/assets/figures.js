@@ -30,16 +30,54 @@ function render(id) {
   figure.hidden = made === null && OPTIONAL.has(id);
   const layout = made ? frame(made.layout) : frame({ xaxis: { visible: false }, yaxis: { visible: false } });
   if (onPaper) Object.assign(layout, { width: plot.clientWidth, height: plot.clientHeight }, smallPrint(layout));
-  return Plotly.react(plot, made ? made.traces : [], layout, { displaylogo: false, responsive: true, modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] })
+  return Plotly.react(plot, made ? made.traces : [], layout, { displaylogo: false, responsive: true, modeBarButtons: [[downloadButton(id), "zoom2d", "pan2d", "resetScale2d"]] })
     .then(() => { plot.dataset.drawn = made ? made.traces.length : 0; });
 }
 
+// A figure alone, for a paper or a slide: light colours on white, with a legend, at print size (6.5 × 4 inches).
+const PRINT = { width: 624, height: 384 };
+const figureName = (id) => (id.startsWith("record-") ? DATA.records[Number(id.slice(7))].name : id);
+
+async function printFigure(id, format, titled) {
+  const dark = isDark();
+  applyTheme(false);
+  const made = FIGURES[id]();
+  if (!made) { applyTheme(dark); return null; }
+  const layout = frame(made.layout), height = Math.max(PRINT.height, 0.8 * (made.height || 0));
+  const groups = made.groups && made.groups.length <= LONGEST_KEY ? made.groups : [];
+  const keys = groups.map((g) => line(g, { x: [null], y: [null], name: plain(DATA.groups[g].label), showlegend: true }));
+  Object.assign(layout, { paper_bgcolor: "#ffffff", plot_bgcolor: "#ffffff", showlegend: groups.length > 0,
+    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 11 } } }, smallPrint(layout, 11));
+  if (titled) layout.title = { text: wrapped(made.title, 88), x: 0.01, xanchor: "left", font: { size: 13 }, automargin: true, yref: "container" };
+  const traces = [...made.traces.map((trace) => ({ ...trace, showlegend: false })), ...keys];
+  const options = { format, width: PRINT.width, height, scale: format === "png" ? 3 : 1 };
+  const address = await Plotly.toImage({ data: traces, layout }, options);
+  applyTheme(dark);
+  const data = format === "png" ? address.slice(address.indexOf(",") + 1) : decodeURIComponent(address.slice(address.indexOf(",") + 1));
+  return { name: figureName(id), title: made.title, note: made.note || "", width: PRINT.width, height, data };
+}
+
+const CAMERA = "M512 800c-97 0-176-79-176-176s79-176 176-176 176 79 176 176-79 176-176 176zM864 224H720l-48-96H352l-48 96H160c-35 0-64 29-64 64v544c0 35 29 64 64 64h704c35 0 64-29 64-64V288c0-35-29-64-64-64z";
+const BUTTONS = {};  // the same object every time: Plotly draws a figure anew when its configuration changes
+function downloadButton(id) {
+  return BUTTONS[id] ??= { name: "download", title: "Download as a PNG (light colours, with a legend)", icon: { width: 1024, height: 1024, path: CAMERA },
+    click: () => printFigure(id, "png", true).then((made) => made && element("a", { href: "data:image/png;base64," + made.data, download: made.name + ".png" }).click()) };
+}
+
+// report.html#print=all&format=svg leaves every figure in the document as text, for `compare --figure`.
+async function printFigures(wanted, format, titled) {
+  const ids = Object.keys(FIGURES).filter((id) => wanted === "all" || figureName(id) === wanted), figures = [];
+  for (const id of ids) figures.push(await printFigure(id, format, titled));
+  const answer = { names: Object.keys(FIGURES).filter((id) => FIGURES[id]()).map(figureName), figures: figures.filter(Boolean) };
+  document.body.append(element("script", { type: "application/json", id: "printed", textContent: JSON.stringify(answer).replaceAll("<", "\\u003c") }));
+}
+
 // Paper has half the width of a screen: axis titles must not be longer than the axes.
-function smallPrint(layout) {
-  const small = (axis) => ({ ...axis, tickfont: { ...axis.tickfont, size: 8.5 }, title: { ...axis.title, font: { ...axis.title.font, size: 9 } } });
+function smallPrint(layout, size = 9) {
+  const small = (axis) => ({ ...axis, tickfont: { ...axis.tickfont, size: size - 0.5 }, title: { ...axis.title, font: { ...(axis.title || {}).font, size } } });
   const axes = Object.entries(layout).filter(([name]) => /^[xy]axis\d*$/.test(name)).map(([name, axis]) => [name, small(axis)]);
   if (layout.coloraxis) axes.push(["coloraxis", { ...layout.coloraxis, colorbar: small(layout.coloraxis.colorbar) }]);
-  const annotations = (layout.annotations || []).map((note) => ({ ...note, font: { ...note.font, size: 10 } }));
+  const annotations = (layout.annotations || []).map((note) => ({ ...note, font: { ...note.font, size: size + 1 } }));
   return { ...Object.fromEntries(axes), annotations };
 }
 

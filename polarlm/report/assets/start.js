@@ -52,21 +52,9 @@ async function start() {
   // Figures are laid out for wide or narrow screens: draw again when that changes (a phone was turned).
   for (const width of [620, 1000]) matchMedia(`(max-width: ${width}px)`).addEventListener("change", redraw);
   if (DATA.reload) live();
-  const wanted = new URLSearchParams(location.hash.slice(1)).get("figure");
-  if (wanted) only(wanted);
+  const asked = new URLSearchParams(location.hash.slice(1));
+  if (asked.get("print")) await printFigures(asked.get("print"), asked.get("format") || "svg", asked.get("titled") === "1");
   document.documentElement.dataset.ready = "yes";
-}
-
-// report.html#figure=forest shows that figure alone, for a picture; curves of eval.py go by their names (length, …).
-function only(name) {
-  const id = name in FIGURES ? name : "record-" + (DATA.records || []).findIndex((panel) => panel.name === name);
-  const figure = document.getElementById(id);
-  Object.keys(FIGURES).filter((other) => other !== id).forEach((other) => { delete FIGURES[other]; });
-  document.documentElement.classList.add("only");
-  $("main").replaceChildren(...(figure ? [figure] : []));
-  if (!figure) return;
-  figure.className = "alone";
-  render(id);
 }
 
 // A page on disk cannot ask whether its file changed, so it loads itself again; the reader's choices are remembered.

@@ -24,21 +24,13 @@ FIGURES.forest = () => {
   // A row whose seeds could show nothing must not flatten the others.
   const inner = highest(rows.flatMap((r) => [r.mean, r.low, r.high].map((v) => (v === null ? null : Math.abs(v)))));
   const reach = Math.min(1.15 * highest(ends.map((v) => (v === null ? null : Math.abs(v)))), 2.2 * inner) || 1;
-  const inside = (v, open) => Math.max(-reach, Math.min(reach, v === null ? open : v));
   if (margin) shapes.push({ type: "rect", xref: "x", yref: "paper", x0: -Math.min(margin, reach), x1: Math.min(margin, reach), y0: 0, y1: 1, fillcolor: fade(ink.grey, 0.16), line: { width: 0 }, layer: "below" });
   shapes.push({ type: "line", xref: "x", yref: "paper", x0: 0, x1: 0, y0: 0, y1: 1, line: { color: ink.soft, width: 1 }, layer: "below" });
   rows.forEach((r, i) => {
     const colour = outcomeColour(r), label = plain(DATA.groups[r.group].label), segment = (from, to, width, more = {}) =>
       traces.push({ type: "scatter", mode: "lines", x: [from, to], y: [i, i], line: { color: colour, width }, hoverinfo: "skip", meta: { group: r.group }, ...more });
-    if (r.all) {
-      const from = inside(r.all[0], -reach), to = inside(r.all[1], reach);
-      segment(from, to, 1.2, { meta: { group: r.group, simultaneous: true } });
-      [[r.all[0], from, "triangle-left"], [r.all[1], to, "triangle-right"]].forEach(([end, at, symbol]) => {
-        const open = end === null || Math.abs(end) > reach;
-        traces.push({ type: "scatter", mode: "markers", x: [at], y: [i], marker: { symbol: open ? symbol : "line-ns-open", size: open ? 9 : 8, color: colour }, hoverinfo: "skip", meta: { group: r.group } });
-      });
-    }
-    if (r.low !== null) segment(inside(r.low), inside(r.high), r.grey ? 3 : 5);
+    if (r.all) segment(...r.all, 1.2, { meta: { group: r.group, simultaneous: true } });
+    if (r.low !== null) segment(r.low, r.high, r.grey ? 3 : 5, { meta: { group: r.group, interval: true } });
     if (r.detectable !== null && r.detectable <= reach && !r.grey) {
       traces.push({ type: "scatter", mode: "markers", x: [-r.detectable, r.detectable], y: [i, i], marker: { symbol: "line-ns-open", size: 14, color: ink.soft, line: { width: 1 } }, meta: { group: r.group, detectable: true },
         hovertemplate: `smallest effect that these seeds could show<br>±${short(r.detectable)} ${DATA.unit}<extra>${label}</extra>` });
@@ -55,7 +47,7 @@ FIGURES.forest = () => {
   });
   const baselines = [...new Set(rows.map((r) => r.baseline))], against = baselines.length === 1 ? baselines[0] : "its baseline";
   const lower = DATA.verdict.lowerIsBetter;
-  const notes = ["Dot: mean over paired seeds. Thick: its 95 % interval alone.", "Thin: intervals that hold for all comparisons together (arrow: open end)."];
+  const notes = ["Dot: mean over paired seeds. Thick: 95 % interval, as in the table. Thin: 95 % intervals that hold for all comparisons together (Bonferroni)."];
   if (margin) notes.push(`Shaded: ±${short(margin)}, too small to matter.`);
   notes.push("Upright ticks: the smallest effect that these seeds could show four times out of five.");
   if (rows.some((r) => r.grey)) notes.push("Grey, hollow: unequal budgets, not judged.");

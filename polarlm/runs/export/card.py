@@ -1,4 +1,4 @@
-"""The model card: what a stranger should know before using the weights."""
+"""The model card: what a user should know before loading the weights."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from polarlm.evaluation.metrics import METRICS, formatted
 from polarlm.runs.files import read_json
 from polarlm.runs.restore import RestoredRun
 
+ALONE = (
+    "Nothing was compared: this is a single run, and a single run cannot show that one block is better than another."
+)
 
-def model_card(run: RestoredRun, *, remote: bool) -> str:
-    """README.md of an exported folder: data, budget, numbers with their protocol, how to load it."""
+
+def model_card(run: RestoredRun, *, remote: bool, verdict: str | None = None) -> str:
+    """README.md of an exported folder: data, budget, numbers with their protocol, the verdict, how to load it."""
     config, summary = run.config, read_json(run.folder / "summary.json") or {}
     choices, model = config["choices"], run.model.config
     corpus = read_json(run.folder / "corpus.json") or {}
@@ -52,6 +56,12 @@ def model_card(run: RestoredRun, *, remote: bool) -> str:
         "",
         f"Measured on whole splits in windows of {model.context} tokens that do not overlap.",
         "",
+        "## Is the block better?",
+        "",
+        verdict or ALONE,
+        "",
+        "## Use",
+        "",
         "```python",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
@@ -62,8 +72,8 @@ def model_card(run: RestoredRun, *, remote: bool) -> str:
     ]
     if remote:
         lines += [
-            "transformers has no such block, so its code travels with the weights: the plain formulas of polarlm, "
-            "without its fast kernels. Rows must not be padded.",
+            "transformers does not have this block, so its code is part of the repository: plain PyTorch, without the "
+            "fast kernels of polarlm. Do not pad rows.",
             "",
         ]
     return "\n".join(lines)

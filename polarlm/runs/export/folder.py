@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
-import shutil
+import os
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from polarlm.data import Tokenizer, load_tokenizer
 from polarlm.data.atomic import explained
 from polarlm.errors import UserError
-from polarlm.runs.export.bundle import bundle, flat_module_name
+from polarlm.runs.export.bundle import bundle
 from polarlm.runs.export.card import model_card
 from polarlm.runs.export.llama import from_llama, is_llama, llama_config, to_llama
-from polarlm.runs.files import read_config, read_json, write_json, write_text
+from polarlm.runs.files import (
+    folder_beside,
+    read_config,
+    read_json,
+    require_plain_files,
+    write_config,
+    write_json,
+    write_text,
+)
 from polarlm.runs.restore import RestoredRun, load_weights, save_weights
 
 MODELING = "modeling_polarlm"
@@ -22,54 +31,85 @@ KEPT = ("config.yaml", "corpus.json", "summary.json", "environment.json")  # wha
 ORIGIN = "polarlm_run"
 
 
-def export_run(run: RestoredRun, out: Path) -> bool:
-    """Write the folder; returns whether loading it needs its own code (trust_remote_code=True)."""
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / ORIGIN).exists())):
+def export_run(run: RestoredRun, out: Path, verdict: str | None = None) -> bool:
+    """Write the folder; returns whether loading it needs its own code (trust_remote_code=True).
+
+    The model card says `verdict`, what is known about the block.
+    A folder that export has written before gets new files; others in it stay as they are.
+    """
+    out = out.absolute()
+    parts = (out, out / ORIGIN, out / ORIGIN / "tokenizer")
+    if any(part.is_symlink() for part in parts) or (_has_content(out) and not parts[1].is_dir()):
         raise UserError(f"{out} exists and was not written by export; choose another --out")
-    if out.exists():
-        shutil.rmtree(out)
-    with explained(out):
-        out.mkdir(parents=True)
-    eos = run.tokenizer.eos_id
     remote = not is_llama(run.model)
-    if remote:
-        save_weights(_prefixed(run), out / "model.safetensors", tied=False)
-        write_json(out / "config.json", _own_config(run))
-        for name, text in _code(run).items():
-            write_text(out / name, text)
-    else:
-        save_weights(to_llama(run.model), out / "model.safetensors", tied=False)
-        write_json(out / "config.json", llama_config(run.model, eos))
-    _write_tokenizer(run, out)
-    sampling = {"do_sample": True, "temperature": 0.8, "top_k": 50, "bos_token_id": eos, "eos_token_id": eos}
-    write_json(out / "generation_config.json", {**sampling, "pad_token_id": eos})
-    write_text(out / "README.md", model_card(run, remote=remote))
-    (out / ORIGIN).mkdir()
-    for name in KEPT:
-        if (run.folder / name).exists():
-            shutil.copyfile(run.folder / name, out / ORIGIN / name)
-    shutil.copytree(run.folder / "tokenizer", out / ORIGIN / "tokenizer")
+    with folder_beside(out) as beside:
+        if remote:
+            save_weights(_prefixed(run), beside / "model.safetensors", tied=False)
+            write_json(beside / "config.json", _own_config(run))
+            write_text(beside / f"{MODELING}.py", _code(run))
+        else:
+            save_weights(to_llama(run.model), beside / "model.safetensors", tied=False)
+            write_json(beside / "config.json", llama_config(run.model, run.tokenizer.eos_id))
+        _write_tokenizer(run, beside)
+        eos = run.tokenizer.eos_id
+        sampling = {"do_sample": True, "temperature": 0.8, "top_k": 50, "bos_token_id": eos, "eos_token_id": eos}
+        write_json(beside / "generation_config.json", {**sampling, "pad_token_id": eos})
+        write_text(beside / "README.md", model_card(run, remote=remote, verdict=verdict))
+        _keep_origin(run.folder, beside / ORIGIN, run.tokenizer)
+        _publish(beside, out)
     return remote
 
 
 def import_run(folder: Path, out: Path) -> None:
     """A run folder with the exported model: the same weights, tokenizer and configuration."""
-    if not (folder / ORIGIN / "config.yaml").exists():
+    origin, out = folder / ORIGIN, out.absolute()
+    if not (origin / "config.yaml").exists():
         raise UserError(f"{folder} was not written by `polarlm export`: it has no {ORIGIN}/config.yaml")
-    if out.exists() and any(out.iterdir()):
+    if _has_content(out):
         raise UserError(f"{out} exists; choose another --out")
+    for place in (folder, origin):
+        require_plain_files(place)
     weights = load_weights(folder / "model.safetensors")
-    config = read_config(folder / ORIGIN / "config.yaml")
-    about = read_json(folder / "config.json")
-    if not isinstance(about, dict) or "model" not in config:
-        raise UserError(f"{folder} was not written by `polarlm export`: its config.json or its {ORIGIN} is not ours")
+    about = read_json(folder / "config.json") or {}
     if about.get("model_type") == "llama":
-        ours = from_llama(weights, config["model"]["n_layer"])
+        ours = from_llama(weights)
     else:
         ours = {name.removeprefix("model."): weight for name, weight in weights.items()}
-    shutil.copytree(folder / ORIGIN, out, dirs_exist_ok=True)
-    (out / "checkpoints").mkdir()
-    save_weights(ours, out / "checkpoints" / "model.safetensors", tied=False)
+    with folder_beside(out) as beside:
+        _keep_origin(origin, beside, load_tokenizer(origin / "tokenizer"))
+        (beside / "checkpoints").mkdir()
+        save_weights(ours, beside / "checkpoints" / "model.safetensors", tied=False)
+        _publish(beside, out)
+
+
+def _keep_origin(source: Path, target: Path, tokenizer: Tokenizer) -> None:
+    """What makes a run folder, read and written anew: whatever else lies there, or behind links, stays there."""
+    for name in KEPT:
+        if (source / name).is_symlink():
+            raise UserError(f"{source / name} is a link to another file; put the file itself in its place")
+    write_config(target / "config.yaml", read_config(source / "config.yaml"))
+    for name in KEPT[1:]:
+        if (record := read_json(source / name)) is not None:
+            write_json(target / name, record)
+    tokenizer.save(target / "tokenizer")
+
+
+def _publish(beside: Path, out: Path) -> None:
+    """Move a finished folder to its place; where an earlier export is, file by file, whole files only."""
+    with explained(out):
+        if not _has_content(out):
+            if out.exists():
+                out.rmdir()
+            os.rename(beside, out)
+            return
+        for path in sorted(path for path in beside.rglob("*") if path.is_file()):
+            target = out / path.relative_to(beside)
+            target.parent.mkdir(exist_ok=True)
+            os.replace(path, target)
+
+
+def _has_content(folder: Path) -> bool:
+    return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
 
 
 def _prefixed(run: RestoredRun) -> dict[str, Tensor]:
@@ -99,22 +139,19 @@ def _own_config(run: RestoredRun) -> dict[str, Any]:
     }
 
 
-def _code(run: RestoredRun) -> dict[str, str]:
-    """modeling_polarlm.py for this run's block, and every file it needs."""
+def _code(run: RestoredRun) -> str:
+    """modeling_polarlm.py for this run's block: one file that needs torch and transformers alone."""
     mixer = type(run.model.blocks[0].mixer)
     template = Path(__file__).with_name(f"{MODELING}.py").read_text(encoding="utf-8")
     line = "from polarlm.attention.standard import StandardAttention as BlockMixer"
     assert line in template
     text = template.replace(line, f"from {mixer.__module__} import {mixer.__qualname__} as BlockMixer")
-    entry = f"polarlm.runs.export.{MODELING}"
-    files = bundle(entry, text)
-    files[f"{MODELING}.py"] = files.pop(f"{flat_module_name(entry)}.py")
-    notice = "# Part of a model exported by polarlm (Apache-2.0).\n"
-    return {name: notice + text for name, text in files.items()}
+    notice = f"# The `{run.config['choices']['block']}` block for transformers, exported by polarlm (Apache-2.0).\n"
+    return notice + bundle(f"polarlm.runs.export.{MODELING}", text)
 
 
 def _write_tokenizer(run: RestoredRun, out: Path) -> None:
-    shutil.copyfile(run.folder / "tokenizer" / "tokenizer.json", out / "tokenizer.json")
+    write_text(out / "tokenizer.json", run.tokenizer.standard())
     described: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": run.model.config.context,

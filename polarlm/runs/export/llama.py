@@ -61,8 +61,9 @@ def to_llama(model: GPT) -> dict[str, Tensor]:
     return weights
 
 
-def from_llama(weights: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
+def from_llama(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Our names again; a tied output matrix stays left out."""
+    layers = sum(name.endswith(".input_layernorm.weight") for name in weights)
     return {
         ours: torch.cat([weights[name] for name in theirs])
         for ours, theirs in _names(layers).items()

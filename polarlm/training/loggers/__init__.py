@@ -1,1 +1,1 @@
-"""Where a run's numbers go: metrics.jsonl (the truth), wandb or trackio beside it, the progress bar, speed."""
+"""Where a run's numbers go: metrics.jsonl, the loggers that a configuration names, the progress bar, speed."""

@@ -1,4 +1,4 @@
-"""metrics.jsonl: the one record of a run's numbers; every other sink copies it."""
+"""metrics.jsonl: the record of a run's numbers; every logger gets a copy."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.loggers.logger import DummyExperiment, Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from polarlm.data.atomic import explained, write_beside
-from polarlm.runs.files import json_lines
-from polarlm.training.loggers.sink import Sink
+
+# What a run writes step by step: its metrics, what the probe saw, the texts sampled during training.
+RECORDS = METRICS, PROBES, SAMPLES = "metrics.jsonl", "diagnostics/probe.jsonl", "diagnostics/samples.jsonl"
 
 
-class JsonLines(Sink):
-    """metrics.jsonl: one object per logging step, append-only; the truth that every other sink copies."""
+class JsonLines:
+    """A .jsonl file with one object per step, append-only."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
         self.path = path
 
-    name = "metrics"
-
     @rank_zero_only
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+    def append(self, row: dict[str, Any]) -> None:
         """Append one row; numbers that JSON does not know (nan, inf) are written as null."""
-        row = {k: (None if isinstance(v, float) and not math.isfinite(v) else v) for k, v in metrics.items()}
+        row = {k: (None if isinstance(v, float) and not math.isfinite(v) else v) for k, v in row.items()}
         text = json.dumps(row) + "\n"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with explained(self.path, lambda: len(text)), open(self.path, "a", encoding="utf-8") as file:
             file.write(text)
 
@@ -57,6 +57,28 @@ class JsonLines(Sink):
             print(f"warning: {self.path}: {damaged} damaged lines are left out", file=sys.stderr, flush=True)
         write_beside(self.path, b"".join(line + b"\n" for line in kept))
 
-    def rows(self) -> list[dict[str, Any]]:
-        """All rows written so far, without damaged ones."""
-        return json_lines(self.path)
+
+class RowLogger(Logger):
+    """Lightning's way into metrics.jsonl: what callbacks log joins the next row instead of becoming one."""
+
+    name, version = "metrics", ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pending: dict[str, float] = {}
+
+    @property
+    def experiment(self) -> Any:
+        return DummyExperiment()
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        self.pending |= {name: float(value) for name, value in metrics.items() if name != "epoch"}
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """config.yaml has them."""
+
+    def take(self) -> dict[str, float]:
+        """What was logged since the last row."""
+        taken, self.pending = self.pending, {}
+        return taken

@@ -14,8 +14,8 @@ from polarlm.training.loggers.short_numbers import clock, short
 LINE_SECONDS = 5.0  # without a terminal: at most one line in this time
 
 
-ORDER = ("tokens", "loss", "lr", "speed", "val", "left")  # as read
-NEEDED = ("left", "loss", "val", "speed", "tokens", "lr")  # the last is the first to go when a line is too short
+ORDER = ("tokens", "loss", "lr", "speed", "mfu", "val", "left")  # as read
+NEEDED = ("left", "loss", "val", "speed", "mfu", "tokens", "lr")  # the last is the first to go when a line is too short
 
 
 def fitting_parts(parts: dict[str, str], width: int | None) -> str:
@@ -77,7 +77,10 @@ class Progress(ProgressBar):
         if "train/loss" in last:
             parts["loss"] = f"loss {last['train/loss']:.3f}"
             parts["lr"] = f"lr {last['train/lr']:.1e}"
+        if last.get("tokens_per_second"):
             parts["speed"] = f"{short(last['tokens_per_second'])} tok/s"
+        if last.get("mfu"):
+            parts["mfu"] = f"mfu {last['mfu']:.0%}"
         if "val/loss" in last:
             parts["val"] = f"val {last['val/loss']:.3f}"
         return fitting_parts(parts, width)
@@ -105,12 +108,12 @@ class Progress(ProgressBar):
             self._line_at, self._val_seen = now, validated
             print(f"step {step}/{total}  {self._text(step, total)}", file=sys.stderr, flush=True)
 
-    def on_validation_progress(self, split: str, done: int, total: int) -> None:
-        """Called by the validation callback after each of its batches."""
+    def on_validation_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         if self.live:
+            loop = trainer.fit_loop.epoch_loop.val_loop
             if self.validating is None:
-                self.validating = self.live.add_task(split, total=total, text="")
-            self.live.update(self.validating, description=split, completed=done, total=total)
+                self.validating = self.live.add_task("val", total=sum(loop.max_batches), text="")
+            self.live.update(self.validating, completed=loop.batch_progress.current.processed)
 
     def close(self) -> None:
         """Give the terminal back."""

@@ -6,11 +6,14 @@ hardware executes: recomputation earns nothing.
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+
+from polarlm.errors import UserError
 
 if TYPE_CHECKING:
     from polarlm.training.callbacks import Recorder
@@ -18,15 +21,28 @@ if TYPE_CHECKING:
 MEASUREMENTS = 8  # of the CPU's peak, spread over a run
 
 
-def gpu_peak(device: torch.device, precision: str) -> float | None:
-    """Peak FLOP/s of a GPU from Lightning's table of data sheets; None (after its warning) for one it does not know."""
-    from lightning.fabric.utilities.throughput import get_available_flops
+def gpu_peak(name: str, precision: str) -> float | None:
+    """Dense peak FLOP/s of the GPU with this name; None, after a warning, for one whose peak we do not know."""
+    from polarlm.training.planning.gpus import gpu_named, peak_flops
 
-    dtype = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}.get(
-        precision.partition("-")[0], torch.float32
-    )
-    peak = get_available_flops(device, dtype)
-    return None if peak is None else float(peak)
+    gpu = gpu_named(name)
+    try:
+        if gpu is not None:
+            return peak_flops(gpu, precision)
+    except UserError:  # no peak in this precision
+        pass
+    text = f"the peak of a {name} in {precision} is not in our table (polarlm/training/planning/gpus.py): MFU is n/a"
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+    return None
+
+
+def compile_seconds() -> float:
+    """What torch.compile has taken in this process so far; 0.0 where nothing was compiled."""
+    if "torch._dynamo.utils" not in sys.modules:  # importing it takes a second
+        return 0.0
+    from torch._dynamo.utils import calculate_time_spent
+
+    return float(calculate_time_spent().get("total_wall_time", 0.0))
 
 
 def measured_peak(size: int = 768, seconds: float = 0.3) -> float:
@@ -56,7 +72,7 @@ class HardwarePeak:
         # Processes on one CPU share its cores: their threads together are what one of them measures.
         self.measures = accelerator == "cpu" and precision == "32-true"
         if accelerator == "cuda":
-            one = gpu_peak(torch.device("cuda", torch.cuda.current_device()), precision)
+            one = gpu_peak(torch.cuda.get_device_name(), precision)
             self.best = None if one is None else one * processes
         self._taken = 0
 

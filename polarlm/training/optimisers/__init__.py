@@ -1,4 +1,7 @@
-"""Optimisers, chosen by the `optim` group: each is a function of (model, fused, its options) named by its yaml."""
+"""Optimisers, chosen by the `optim` group: each is a function of (model, fused, its options) named by its yaml.
+
+A yaml of the user names a class like torch.optim.SGD, which gets the parameters and its options.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,11 @@ STEP_SETTINGS = ("grad_clip",)
 
 def build_optimiser(optim: dict[str, Any], model: nn.Module, *, fused: bool = True) -> torch.optim.Optimizer:
     """The optimiser that `optim` names, over all trainable parameters of the model."""
-    build, options = target_of(optim, "optim")
+    build, options = target_of(optim, "optim", torch.optim.Optimizer)
+    options = {key: value for key, value in options.items() if key not in STEP_SETTINGS}
     try:
-        optimiser = build(model, fused=fused, **{k: v for k, v in options.items() if k not in STEP_SETTINGS})
+        is_class = isinstance(build, type)
+        optimiser = build(model.parameters(), **options) if is_class else build(model, fused=fused, **options)
     except (TypeError, ValueError) as error:
         raise UserError(f"optim can't be built: {error}") from error
     keep_constraints(model, optimiser)

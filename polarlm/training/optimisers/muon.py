@@ -20,7 +20,7 @@ from polarlm.training.optimisers.groups import Role, parameter_roles, width_rati
 class MuonAndAdamW(torch.optim.Optimizer):
     """Two optimisers that look like one: one list of groups for the schedule, one state for the checkpoint.
 
-    Steps that went wrong are left out (`suppress`): AdamW does it on the device, Muon has to wait for the flag.
+    Steps that went wrong are left out (`suppress`), on the device: nobody waits for the flag.
     """
 
     def __init__(self, muon: torch.optim.Optimizer, adamw: torch.optim.Optimizer) -> None:
@@ -39,7 +39,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
             first += count
 
     def suppress(self, stop: torch.Tensor) -> None:
-        """Leave out the next step where `stop` holds; Muon's own part can only be told by waiting for the device."""
+        """Leave out the next step where `stop` holds."""
         self.stopped = stop
         self.parts[1].found_inf = stop.to(torch.float32)  # type: ignore[attr-defined]
 
@@ -56,10 +56,32 @@ class MuonAndAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._link()
-        if self.stopped is None or not bool(self.stopped):
-            self.parts[0].step()
+        self._step_muon()
         self.parts[1].step()
         return loss
+
+    def _step_muon(self) -> None:
+        """torch's step, a matrix at a time: each is put back where the flag on the device says so."""
+        muon, groups = self.parts[0], self.parts[0].param_groups
+        if self.stopped is None:
+            muon.step()
+            return
+        try:
+            for group in groups:
+                for parameter in (p for p in group["params"] if p.grad is not None):
+                    momentum = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter.grad))
+                    kept = [(t, t.clone()) for t in map(_local, (parameter, momentum))]
+                    muon.param_groups = [{**group, "params": [parameter]}]
+                    muon.step()
+                    for tensor, before in kept:
+                        tensor.copy_(torch.where(self.stopped, before, tensor))
+        finally:
+            muon.param_groups = groups
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's rows of a sharded tensor (FSDP2), the tensor itself otherwise."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def is_hidden(parameter: nn.Parameter, group: str, module: nn.Module, inside: set[int]) -> bool:

@@ -7,6 +7,7 @@ holds it. A model of two and one of three layers are enough: what a further laye
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -197,6 +198,7 @@ def replace_weights(model: nn.Module, pretence: Any) -> None:
 
 def trust_kernels() -> None:
     """Let the native kernels be checked now, on numbers: fake tensors have none to compare."""
-    from polarlm.attention.kernels import distrust
+    if importlib.util.find_spec("polarlm.fast") is not None:
+        from polarlm.fast.backends import distrust
 
-    distrust("native", "cpu")
+        distrust("native", "cpu")

@@ -6,10 +6,11 @@ import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 from torch import nn
 
-from polarlm.data.tokenizers.tokenizer import ByteTokenizer
+from polarlm.data.tokenizer import ByteTokenizer
 from polarlm.errors import UserError
 from polarlm.model import GPT
 from polarlm.model.build import build_model
@@ -61,19 +62,25 @@ def make_plan(config: dict[str, Any], settings: PlanSettings) -> ResourcePlan:
     trainer, gpu = config["trainer"], GPUS[settings.gpu]
     per_node = min(settings.per_node, settings.gpus)
     context = config["model"]["context"]
-    batch = plan_batches(trainer["batch_tokens"], context, settings.gpus, trainer["micro_batch_tokens"])
     automatic = "bf16-mixed" if gpu.bf16 else "32-true"
     precision = automatic if trainer["precision"] == "auto" else trainer["precision"]
     if precision.startswith("bf16") and not gpu.bf16:
         raise UserError(f"trainer.precision={precision}: a {gpu.title} has no bf16; choose 16-mixed or 32-true.")
     strategy = "ddp" if trainer["strategy"] == "auto" else trainer["strategy"]
+    if trainer["micro_batch_tokens"] == "auto":
+        from polarlm.training.micro_batch import fitting_tokens
+
+        size = settings.vocab or vocabulary_of(config["tokenizer"])
+        tokens = next(fitting_tokens(config, size, precision, settings.gpus, gpu.memory * 1e9))
+        trainer = {**trainer, "micro_batch_tokens": tokens}
+        config = {**config, "trainer": trainer}
+    batch = plan_batches(trainer["batch_tokens"], context, settings.gpus, trainer["micro_batch_tokens"])
     vocabulary = settings.vocab or vocabulary_of(config["tokenizer"])
-    model = _untouched(config, vocabulary)
-    size = {"bf16-true": 2, "64-true": 8}.get(precision, 4)  # bytes of a weight
-    shape = shape_of(model, size, settings.gpus)
+    model = untouched_model(config, vocabulary)
+    shape = shape_of(model, weight_bytes(precision), settings.gpus)
     memory, sent = {}, {}
     for recompute in (False, True):
-        step = _step(config, vocabulary, batch, precision, recompute=recompute)
+        step = count_step(config, vocabulary, batch, precision, recompute=recompute)
         for kind in ("ddp", "fsdp"):
             memory[kind, recompute] = device_memory(step, shape, kind, settings.gpus)
             options = {"devices": settings.gpus, "per_node": per_node, "accumulate": batch.accumulate}
@@ -96,31 +103,40 @@ def vocabulary_of(tokenizer: dict[str, Any]) -> int:
     return int(known)
 
 
-def _step(config: dict[str, Any], vocabulary: int, batch: BatchPlan, precision: str, *, recompute: bool) -> Any:
+def count_step(config: dict[str, Any], vocabulary: int, batch: BatchPlan, precision: str, *, recompute: bool) -> Any:
+    """The memory of a step of this run on one GPU."""
+    from polarlm.model.loss import CHUNK_LOGITS
     from polarlm.training.planning.memory import step_memory
 
     def build(layers: int) -> GPT:
         other = copy.deepcopy(config)
         other["model"] |= {"n_layer": layers, "checkpointing": recompute}
-        return _untouched(other, vocabulary)
+        return untouched_model(other, vocabulary)
 
-    return step_memory(
-        build,
-        config["model"]["n_layer"],
-        rows=batch.micro,
-        precision=precision,
-        optim=config["optim"],
-        accumulate=batch.accumulate,
-    )
+    with patch.dict(CHUNK_LOGITS, cpu=CHUNK_LOGITS["cuda"]):  # the step is counted here as it will be there
+        return step_memory(
+            build,
+            config["model"]["n_layer"],
+            rows=batch.micro,
+            precision=precision,
+            optim=config["optim"],
+            accumulate=batch.accumulate,
+        )
 
 
-def _untouched(config: dict[str, Any], vocabulary: int) -> GPT:
+def untouched_model(config: dict[str, Any], vocabulary: int) -> GPT:
+    """The model of a run with weights that hold no numbers and take no memory."""
     from polarlm.training.planning.memory import UntouchedWeights
 
     # Without the measurement by which init=width scales a branch: these weights hold no numbers.
     model = {**config["model"], "init": "gpt2"}
     with UntouchedWeights():
         return build_model({**config, "model": model}, vocabulary)
+
+
+def weight_bytes(precision: str) -> int:
+    """Bytes of a weight."""
+    return {"bf16-true": 2, "64-true": 8}.get(precision, 4)
 
 
 def shape_of(model: GPT, element_size: int, devices: int = 1) -> Shape:

@@ -14,7 +14,7 @@ from polarlm.training.schedules.warmup import Schedule
 
 def build_schedule(schedule: dict[str, Any], total_tokens: int) -> Schedule:
     """The schedule that `schedule` names, checked against the length of the run."""
-    build, options = target_of(schedule, "schedule")
+    build, options = target_of(schedule, "schedule", Schedule)
     try:
         built: Schedule = build(**options)
     except TypeError as error:

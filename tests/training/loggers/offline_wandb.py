@@ -19,6 +19,7 @@ class OfflineRun:
     rows: list = field(default_factory=list)
     summary: dict = field(default_factory=dict)
     metrics: dict = field(default_factory=dict)  # define_metric, by name or glob
+    artifacts: list = field(default_factory=list)  # (name, its files)
     exit_code: int | None = None
 
     @property
@@ -48,6 +49,8 @@ def parse(path: Path) -> OfflineRun:
             run.summary |= {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.summary.update}
         elif kind == "metric":
             run.metrics[record.metric.name or record.metric.glob_name] = record.metric
+        elif kind == "artifact":
+            run.artifacts.append((record.artifact.name, [entry.path for entry in record.artifact.manifest.contents]))
         elif kind == "exit":
             run.exit_code = record.exit.exit_code
     return run

@@ -7,7 +7,7 @@ import pytest
 from polarlm.training.loggers.progress import Progress, bar_width, fitting_parts
 from polarlm.training.loggers.short_numbers import clock, short
 
-LAST = {"train/loss": 12.345, "train/lr": 3e-4, "tokens_per_second": 123456.0, "val/loss": 11.987}
+LAST = {"train/loss": 12.345, "train/lr": 3e-4, "tokens_per_second": 123456.0, "mfu": 0.42, "val/loss": 11.987}
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 100, 200])
@@ -34,7 +34,7 @@ def test_time_left_is_visible_at_any_width(columns):
     if columns >= 80:
         assert "loss 12.345" in line
     if columns >= 200:
-        assert "lr 3.0e-04" in line and "tok/s" in line
+        assert "lr 3.0e-04" in line and "tok/s" in line and "mfu 42%" in line
 
 
 def test_what_is_needed_least_goes_first():

@@ -190,4 +190,4 @@ def test_published_peaks():
     assert peak_flops(GPUS["h100"], "32-true") == 494.7e12  # as TF32
     assert peak_flops(GPUS["a100"], "16-mixed") == 312e12
     for gpu in GPUS.values():
-        assert peak_flops(gpu, "16-mixed") > peak_flops(gpu, "32-true") > 1e13
+        assert peak_flops(gpu, "16-mixed") > peak_flops(gpu, "32-true") > 8e12

@@ -1,0 +1,265 @@
+"""Where the text of a named corpus is: a local copy if there is one, else a download or the Hugging Face hub."""
+
+from __future__ import annotations
+
+import functools
+import glob
+import hashlib
+import http.client
+import os
+import shutil
+import sys
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from polarlm.data.atomic import explained, file_sha256, locked
+from polarlm.data.config import DataConfig
+from polarlm.data.readers import Piece, checked_text, documents_by_heading, file_units, pieces_of
+from polarlm.errors import UserError
+from polarlm.network import reachable
+from polarlm.visible import say_once
+
+if TYPE_CHECKING:
+    from polarlm.data.tokenizer import TokenizerConfig
+
+_OFFLINE_CHOICES = "Offline and without any files data=pydocs works; your own files work with data=text data.path=…"
+
+
+def raw_folders() -> list[Path]:
+    """Folders in which local copies of public corpora are looked for: data/raw, then $POLARLM_SHARED_DATA."""
+    named = ["data/raw", os.environ.get("POLARLM_SHARED_DATA")]
+    return [Path(name).resolve() for name in named if name and Path(name).is_dir()]
+
+
+def local_copy(name: str) -> Path | None:
+    """A file or folder (or glob with matches) called `name` in one of the raw folders."""
+    for folder in raw_folders():
+        if glob.glob(str(folder / name)):
+            return folder / name
+    return None
+
+
+def usable_local_copy(config: DataConfig) -> Path | None:
+    """The local copy of a named corpus, unless it lacks a split: then it is not the corpus its name promises."""
+    copy = local_copy(config.local) if config.local else None
+    if copy is None:
+        return None
+    if config.split.rule == "own" and not {"train", "val"} <= {unit.split for unit in file_units(str(copy), config)}:
+        return None
+    say_once(f"data={config.name}: using the local copy {copy}")
+    return copy
+
+
+def download(config: DataConfig, cache_dir: Path) -> Path:
+    """Fetch data.url once, beside and renamed, and compare it with its checksum."""
+    assert config.url is not None
+    target = cache_dir / "downloads" / f"{config.name}-{Path(urlsplit(config.url).path).name}"
+    if _whole(target, config):
+        return target
+    with explained(target.parent):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    with locked(target):
+        if not _whole(target, config):
+            _fetch(config, target)
+    return target
+
+
+def _whole(target: Path, config: DataConfig) -> bool:
+    return target.exists() and (config.sha256 is None or config.sha256 == file_sha256(target))
+
+
+def _fetch(config: DataConfig, target: Path) -> None:
+    assert config.url is not None
+    beside = target.with_name(target.name + ".tmp")
+    print(f"data={config.name}: downloading {config.url}", file=sys.stderr)
+    try:
+        with urllib.request.urlopen(config.url, timeout=10) as answer:
+            length = answer.headers.get("Content-Length", "")
+            expected = int(length) if length.isdecimal() else None
+            with explained(target, lambda: expected), open(beside, "wb") as file:
+                shutil.copyfileobj(answer, file, 1 << 20)
+                file.flush()
+                os.fsync(file.fileno())
+        if expected is not None and beside.stat().st_size != expected:
+            raise OSError(f"it broke off after {beside.stat().st_size:,} of {expected:,} bytes")
+        digest = file_sha256(beside)
+        if config.sha256 not in (None, digest):
+            raise UserError(
+                f"{config.url} does not have the expected content (sha256 {digest}, expected {config.sha256}); "
+                "get the file by other means and give it with data.path."
+            )
+        os.replace(beside, target)
+    except (OSError, http.client.HTTPException) as error:
+        put = f"put the file at data/raw/{config.local}, or " if config.local and "*" not in config.local else ""
+        raise UserError(
+            f"data={config.name} cannot be downloaded from {config.url} ({getattr(error, 'reason', error)}). Without "
+            f"network, {put}give it with data.path=<file>. {_OFFLINE_CHOICES}"
+        ) from None
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def hub_tokenizer(config: TokenizerConfig) -> Path:
+    """The tokenizer.json of a hub model: a local copy, the hub's cache, or a download."""
+    for name in (config.local, config.hub):
+        if name and (copy := local_copy(name)) and (copy / "tokenizer.json").is_file():
+            return copy / "tokenizer.json"
+    if not config.hub:
+        raise UserError("tokenizer.kind=hub needs tokenizer.hub, for example tokenizer.hub=openai-community/gpt2.")
+    from huggingface_hub import hf_hub_download
+
+    go_offline_without_network()
+    try:
+        return Path(hf_hub_download(config.hub, "tokenizer.json", revision=config.revision))
+    except Exception as error:  # the hub client has a dozen kinds of failure; all mean that the file is not here
+        raise UserError(
+            f"The tokenizer {config.hub} is neither in the cache nor reachable ({type(error).__name__}). Put its "
+            f"tokenizer.json at data/raw/{config.local or config.hub}/tokenizer.json, give tokenizer.path=<file>, or "
+            "use tokenizer=bpe, which learns its own."
+        ) from None
+
+
+@dataclass(frozen=True)
+class HubUnit:
+    """One split of a hub dataset as a stream of document pieces."""
+
+    name: str
+    split: str | None
+    hub_split: str
+    config: DataConfig
+
+    shard: tuple[int, int] = (1, 0)  # (number of shards, this one), where a dataset is streamed
+
+    def size_hint(self) -> int | None:
+        """Unknown before the rows are read."""
+        return None
+
+    def pieces(self) -> Iterator[Piece]:
+        """Every document of the split, in the dataset's order."""
+        rows = self._rows()
+        heading = self.config.document_start
+        for text in documents_by_heading(rows, heading) if heading else rows:
+            yield from pieces_of([text])
+
+    def _rows(self) -> Iterator[str]:
+        column = self.config.column
+        dataset = open_dataset(self.config, self.hub_split)
+        if self.shard[0] > 1:
+            dataset = dataset.shard(*self.shard)
+        names = dataset.column_names
+        if names is not None and column not in names:
+            raise UserError(f"{self.name} has no column {column!r} (it has: {', '.join(names)}); set data.column.")
+        number = 0
+        for batch in dataset.select_columns([column]).iter(batch_size=256):
+            for value in batch[column]:
+                yield checked_text(value, f"{self.name} row {number}", self.config)
+                number += 1
+
+
+def hub_units(config: DataConfig) -> list[HubUnit]:
+    """The splits of a hub dataset that a corpus uses, file by file where it is streamed."""
+    hub = config.hub
+    assert hub is not None
+    # A dataset with nothing but a train split is divided by data.split.
+    has_splits = len(hub.named_splits) > 1
+    units = []
+    for ours, theirs in hub.named_splits.items():
+        shards = open_dataset(config, theirs).num_shards if _streamed(config) else 1
+        for number in range(shards):
+            name = f"{hub.name}:{theirs}" + (f":{number}" if shards > 1 else "")
+            units.append(HubUnit(name, ours if has_splits else None, theirs, config, (shards, number)))
+    return units
+
+
+def hub_identity(config: DataConfig) -> str:
+    """Identifies the text without asking the hub: the pinned revision, or the files of a local copy."""
+    hub = config.hub
+    assert hub is not None
+    if not hub.name:
+        raise UserError("data.hub.name is missing; for example data.hub.name=roneneldan/TinyStories.")
+    folder = local_repository(hub.name)
+    state: Any = hub.revision
+    if folder is not None:
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        state = [(str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    identity = (hub.name if folder is None else "copy", hub.config, sorted(hub.named_splits.items()), state)
+    return hashlib.sha256(repr(identity).encode()).hexdigest()
+
+
+def _streamed(config: DataConfig) -> bool:
+    return config.streaming or (config.hub is not None and config.hub.fetch == "stream")
+
+
+def local_repository(name: str) -> Path | None:
+    """A folder holding a copy of the hub repository: a path, or data/raw/<owner>/<name>."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    copy = local_copy(name)
+    return copy if copy is not None and copy.is_dir() else None
+
+
+def open_dataset(config: DataConfig, split: str) -> Any:
+    """The dataset of one split, opened once per process."""
+    hub = config.hub
+    assert hub is not None
+    return _load(hub.name, hub.config, hub.revision, split, _streamed(config), config.name)
+
+
+@functools.lru_cache(maxsize=16)
+def _load(name: str, subset: str | None, revision: str | None, split: str, streaming: bool, corpus: str) -> Any:
+    folder = local_repository(name)
+    options: dict[str, Any] = {"split": split, "streaming": streaming}
+    if folder is None:
+        go_offline_without_network()
+        options |= {"path": name, "name": subset, "revision": revision}
+    elif subset and (folder / subset).is_dir() and not (folder / "README.md").exists():
+        options |= {"path": str(folder), "data_dir": subset}
+    else:
+        options |= {"path": str(folder), "name": subset}
+    from datasets import disable_progress_bars, load_dataset
+
+    if not os.isatty(2):
+        disable_progress_bars()
+    try:
+        return load_dataset(**options)
+    except Exception as error:  # the hub client has a dozen kinds of failure
+        where = folder or f"the hub ({name}, config {subset}, revision {revision})"
+        words = str(error).splitlines()[0][:200].rstrip(".") if str(error) else "no reason given"
+        raise UserError(
+            f"data={corpus}: split {split!r} cannot be read from {where}: {type(error).__name__}: {words}. "
+            f"{_what_to_do(name, words)}"
+        ) from None
+
+
+def _what_to_do(name: str, words: str) -> str:
+    if "gated" in words or "authenticated" in words:
+        page = f"{os.environ.get('HF_ENDPOINT', 'https://huggingface.co')}/datasets/{name}"
+        return f"Accept its terms at {page}, then log in with `hf auth login` or set HF_TOKEN."
+    if "Unknown split" in words:
+        return (
+            "Say which of its splits are ours, for example data.hub.splits.train=train data.hub.splits.val=validation."
+        )
+    return (
+        f"Without network, put a copy of the dataset repository (README.md and data files) into data/raw/{name}/ "
+        "or give files with data.path=<folder with train.*, valid.*, test.* as .txt, .jsonl, .csv or .parquet>; "
+        "data=pydocs needs neither network nor files."
+    )
+
+
+def go_offline_without_network() -> None:
+    """Tell the hub client within seconds that there is no network; by itself it tries for about 25 s, every time."""
+    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    if os.environ.get("HF_HUB_OFFLINE", "") in ("1", "true", "True") or reachable(hub):
+        return
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import datasets.config
+    import huggingface_hub.constants
+
+    # Both have read the variable if they were imported before.
+    datasets.config.HF_HUB_OFFLINE = True
+    huggingface_hub.constants.HF_HUB_OFFLINE = True

@@ -1,1 +1,0 @@
-"""Tokens on disk: written in sections that are complete or absent, checked, and read back as one long array."""

@@ -1,0 +1,336 @@
+"""Launching the Triton kernels: block sizes, operators that torch.compile sees as one node, and what they cannot do.
+
+Needs a CUDA device, or TRITON_INTERPRET=1 in the environment before the first import (slow, for tests). Triton itself
+is imported at the first launch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from polarlm.attention.robust.call import AttentionOutput, RobustCall
+from polarlm.attention.robust.noise import NOISE_ROWS, RADIAL_ROWS
+from polarlm.geometry.precision import MIN_MAGNITUDE
+
+from .operator import dense_channels, differentiable, operator
+
+INSTALLED = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# What the operator differentiates, in the order in which its backward pass returns the gradients.
+DIFFERENTIABLE = ("q", "k", "v", "m2", "forgotten", "parameters")
+MAX_SIZE = 128  # largest head (real channels) with block sizes that were checked for spills
+
+# (queries per block, keys per block, warps, stages) by kernel, for heads of up to 64 and 128 channels of 2 and 4 bytes.
+# Chosen with benchmarks/triton_aot.py: fewest instructions per pair, no spills in a loop of bf16 heads up to 64, shared
+# memory for any GPU from Ampere on. A table and not a search when a run starts: other sizes add in another order, and a
+# resumed run would not repeat bit by bit. Speed on a GPU had no say: docs/triton.md.
+LAUNCH = {
+    "forward": {(64, 2): (64, 32, 4, 2), (128, 2): (64, 32, 4, 2), (64, 4): (32, 16, 4, 2), (128, 4): (16, 32, 4, 1)},
+    "query": {(64, 2): (64, 32, 4, 2), (128, 2): (64, 32, 4, 2), (64, 4): (16, 32, 4, 2), (128, 4): (16, 32, 8, 1)},
+    "key": {(64, 2): (32, 64, 4, 2), (128, 2): (16, 64, 4, 2), (64, 4): (32, 16, 4, 1), (128, 4): (16, 16, 8, 2)},
+    "radial": {(64, 2): (64, 64, 8, 2), (64, 4): (32, 32, 8, 1)},
+    "radial_pairs": {(64, 2): (32, 64, 8, 2), (64, 4): (32, 32, 4, 2)},
+}
+CHANNELS = 64  # of all heads together, that the radial kernels multiply at a time
+RADIAL_CHUNK = 256  # queries whose ∂c are kept at a time
+
+
+def triton_obstacle(call: RobustCall) -> str | None:
+    """Why the Triton kernels cannot do this call, or None."""
+    if call.only_plain is not None:
+        return call.only_plain
+    if not call.bounded:
+        return "without a noise floor (sigma_t0 = 0) precision grows with the lag beyond what its fp32 products hold"
+    if not INSTALLED:
+        return "triton is not installed (pip install 'polarlm[kernels]')"
+    if call.q.device.type != "cuda" and not INTERPRETED:
+        where = call.q.device.type
+        return f"it needs CUDA tensors and these are on {where} (TRITON_INTERPRET=1 runs it slowly anywhere)"
+    if call.q.dtype == torch.float64:
+        return "it does not compute in float64"
+    if call.q.shape[-1] > MAX_SIZE:
+        return f"it takes heads of up to {MAX_SIZE} real channels and these have {call.q.shape[-1]}"
+    if call.dropout > 0:
+        return "it does not drop weights (dropout > 0)"
+    if call.radial_mode == "shared":
+        return "it never has the weights of all heads together, as block.radial=shared needs"
+    return None
+
+
+class _Launch:
+    """Arguments that the kernels of one channel share, and the block sizes that `LAUNCH` has for them."""
+
+    inputs: Any
+    batch: int
+    sizes: tuple[int, int]
+    switches: dict[str, Any]
+
+    def _switches(self, dtype: torch.dtype, **switches: Any) -> dict[str, Any]:
+        precise = "tf32x3" if dtype == torch.float32 else "tf32"  # three tf32 products carry 21 of fp32's 24 bits
+        return dict(precision="interpreted" if INTERPRETED else precise) | switches
+
+    def launch(
+        self, name: str, given: tuple[Tensor | None, ...], results: tuple[Tensor | None, ...], **more: Any
+    ) -> None:
+        """Run a kernel that reads `given` beside the inputs, and writes every element of `results` once."""
+        from . import triton_kernels, triton_radial, triton_tiles
+
+        block_q, block_k, warps, stages = LAUNCH[name][self.sizes]
+        switches = triton_tiles.Switches(**self.switches, block_q=block_q, block_k=block_k, **more)
+        run = getattr(triton_radial if name.startswith("radial") else triton_kernels, f"{name}_kernel")
+        run[(self.programs(name),)](self.inputs, *given, *results, switches, num_warps=warps, num_stages=stages)
+
+    def blocks(self, name: str) -> tuple[int, int]:
+        """Of queries and of keys."""
+        block_q, block_k, _, _ = LAUNCH[name][self.sizes]
+        return -(-self.inputs.queries // block_q), -(-self.inputs.keys // block_k)
+
+    def programs(self, name: str) -> int:
+        """How many there are."""
+        raise NotImplementedError
+
+
+class _Directional(_Launch):
+    def __init__(
+        self, q, k, v, m2, forgotten, parameters, documents,
+        kernel, dot, constant, decay_keys, decay_values, shape_learns,
+    ) -> None:  # fmt: skip
+        from .triton_tiles import Inputs
+
+        self.batch, self.heads, queries, size = q.shape
+        self.groups, keys = k.shape[1:3]
+        self.sizes = (64 if size <= 64 else 128, q.element_size())
+        q, k, v = (dense_channels(x) for x in (q, k, v))
+        q2, k2 = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).square().contiguous() for x in (q, k))
+        strides = (stride for x in (q, k, v) for stride in x.stride()[:3])
+        m2, forgotten = (x if x is None else x.contiguous() for x in (m2, forgotten))
+        tensors = (q, k, v, q2, k2, m2, _whole(documents), forgotten, parameters.contiguous())
+        self.inputs = Inputs._make((*tensors, *strides, self.heads, queries, keys))
+        self.switches = self._switches(
+            q.dtype, kernel=kernel, dot=dot, constant=constant, decay_keys=decay_keys, decay_values=decay_values,
+            shape_learns=shape_learns,
+            group=self.heads // self.groups, size=size, block_d=max(16, 1 << (size - 1).bit_length()),
+        )  # fmt: skip
+
+    def programs(self, name: str) -> int:
+        queries, keys = self.blocks(name)
+        return self.batch * (self.groups * keys if name == "key" else self.heads * queries)
+
+
+class _Radial(_Launch):
+    """Queries from `start` to `stop` of all of them, and the keys that they see."""
+
+    def __init__(self, m, own, other, parameters, documents, queries: int, start: int, stop: int) -> None:
+        from .triton_radial import Inputs
+
+        self.batch, all_keys = m.shape
+        seen = all_keys - queries + stop
+        dtype = m.dtype if own is None else own.dtype
+        self.sizes = (64, dtype.itemsize)
+        own, other = (None, None) if own is None else (own[:, start:stop], other[:, :seen])
+        strides = (0, 0, 0, 0) if own is None else (*own.stride()[:2], *other.stride()[:2])
+        channels = 0 if own is None else own.shape[2]
+        tensors = (own, other, m, documents, parameters)
+        self.inputs = Inputs._make((*tensors, *strides, queries, all_keys, channels, stop - start, seen))
+        self.switches = self._switches(
+            dtype,
+            kernel="student",
+            decay_keys=False,
+            decay_values=False,
+            shape_learns=True,
+            group=1,
+            size=CHANNELS,
+            block_d=CHANNELS,
+        )
+
+    def programs(self, name: str) -> int:
+        queries, keys = self.blocks(name)
+        return self.batch * queries * (keys if name == "radial_pairs" else 1)
+
+
+def _whole(documents: Tensor | None) -> Tensor | None:
+    return None if documents is None else documents.to(torch.int32).contiguous()
+
+
+def _gradient(
+    gradients: tuple[Tensor, ...], outputs: tuple[Tensor, ...], given: dict[str, Any], wanted: set[str]
+) -> dict[str, Tensor]:
+    results = triton_backward(*gradients, *outputs, *given.values(), "parameters" in wanted)
+    return dict(zip(DIFFERENTIABLE, results))
+
+
+@differentiable("polarlm::triton_forward", _gradient)
+def triton_forward(
+    q: Tensor, k: Tensor, v: Tensor, m2: Tensor | None, forgotten: Tensor | None, parameters: Tensor,
+    documents: Tensor | None,
+    kernel: str, dot: bool, constant: bool, decay_keys: bool, decay_values: bool, shape_learns: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """v_bar (B,H,T,Dh) and log-evidence (B,H,T); `parameters` (7,H) are the NOISE_ROWS, `m2` (B,S) is m²."""
+    options = (kernel, dot, constant, decay_keys, decay_values, shape_learns)
+    call = _Directional(q, k, v, m2, forgotten, parameters, documents, *options)
+    out, log_evidence = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty_like(call.inputs.q2)
+    largest = (None if m2 is None else m2.amax(1), call.inputs.k2.amax(2) if dot else None)
+    call.launch("forward", largest, (out, log_evidence))
+    return out, log_evidence
+
+
+@triton_forward.traced.register_fake
+def _(q, k, v, m2, forgotten, parameters, *_options):
+    return torch.empty_like(q, memory_format=torch.contiguous_format), parameters.new_empty(q.shape[:3])
+
+
+@operator("polarlm::triton_backward")
+def triton_backward(
+    d_out: Tensor, d_log_evidence: Tensor, out: Tensor, log_evidence: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, m2: Tensor | None, forgotten: Tensor | None, parameters: Tensor,
+    documents: Tensor | None,
+    kernel: str, dot: bool, constant: bool, decay_keys: bool, decay_values: bool, shape_learns: bool,
+    noise_learns: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v, m2 and forgotten (empty without them) and the parameters (zero unless `noise_learns`)."""
+    options = (kernel, dot, constant, decay_keys, decay_values, shape_learns)
+    call = _Directional(q, k, v, m2, forgotten, parameters, documents, *options)
+    d_out = d_out.contiguous()
+    delta = torch.linalg.vecdot(d_out.float(), out.float()) - d_log_evidence  # Σ_j A ∂A − ∂ log-evidence
+    lowest, highest = log_evidence.aminmax(dim=2)
+    given = (None if m2 is None else m2.amax(1), lowest, highest, d_out, log_evidence, delta)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    shares = parameters.new_empty(call.batch, call.heads, call.blocks("query")[0], len(NOISE_ROWS))
+    if kernel == "gaussian" and not noise_learns:
+        dq.zero_()
+    else:
+        call.launch("query", given, (dq, shares if noise_learns else None), noise_learns=noise_learns)
+    per_group = None if m2 is None else m2.new_empty(call.batch, call.groups, k.shape[2])
+    d_forgotten = None if forgotten is None else torch.empty_like(forgotten, memory_format=torch.contiguous_format)
+    call.launch("key", given, (dk, dv, per_group, d_forgotten))
+    if d_forgotten is not None:
+        d_forgotten[..., -q.shape[2] :] += d_log_evidence  # Σ_j ∂L of a query is that of its evidence
+    d_m2 = q.new_empty(0) if per_group is None else per_group.sum(1)
+    d_parameters = shares.sum((0, 2)).T.contiguous() if noise_learns else torch.zeros_like(parameters)
+    return dq, dk, dv, d_m2, q.new_empty(0) if d_forgotten is None else d_forgotten, d_parameters
+
+
+@triton_backward.traced.register_fake
+def _(d_out, d_log_evidence, out, log_evidence, q, k, v, m2, forgotten, parameters, *_options):
+    contiguous = torch.contiguous_format
+    inputs = (q, k, v, m2, forgotten, parameters)
+    return tuple(q.new_empty(0) if x is None else torch.empty_like(x, memory_format=contiguous) for x in inputs)
+
+
+def _radial_gradient(
+    gradients: tuple[Tensor, ...], outputs: tuple[Tensor, ...], given: dict[str, Any], wanted: set[str]
+) -> dict[str, Tensor]:
+    results = triton_radial_backward(gradients[0], *outputs, *given.values())
+    return dict(zip(("m", "own", "other", "parameters"), results))
+
+
+@differentiable("polarlm::triton_radial", _radial_gradient)
+def triton_radial(
+    m: Tensor, own: Tensor | None, other: Tensor | None, parameters: Tensor, documents: Tensor | None, queries: int
+) -> tuple[Tensor, Tensor]:
+    """m_bar (B,T) and its log2-evidence, from m (B,S), rows whose products are the cosines, and the RADIAL_ROWS."""
+    call = _Radial(m, own, other, parameters, _whole(documents), queries, 0, queries)
+    m_bar, log2_evidence = m.new_empty(m.shape[0], queries), m.new_empty(m.shape[0], queries)
+    call.launch("radial", (m.amax(1),), (m_bar, log2_evidence))
+    return m_bar, log2_evidence
+
+
+@triton_radial.traced.register_fake
+def _(m, own, other, parameters, documents, queries):
+    return m.new_empty(m.shape[0], queries), m.new_empty(m.shape[0], queries)
+
+
+@operator("polarlm::triton_radial_backward")
+def triton_radial_backward(
+    d_m_bar: Tensor, m_bar: Tensor, evidence: Tensor,
+    m: Tensor, own: Tensor | None, other: Tensor | None, parameters: Tensor, documents: Tensor | None, queries: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of m, own, other (empty without them) and the parameters.
+
+    ∂c of RADIAL_CHUNK queries at a time is kept, for two matrix products of torch's.
+    """
+    documents, d_m_bar, d_m = _whole(documents), d_m_bar.contiguous(), torch.zeros_like(m)
+    d_parameters: list[Tensor] = []
+    d_own, d_other = (m.new_empty(0) if x is None else torch.zeros_like(x, dtype=torch.float32) for x in (own, other))
+    for start in range(0, queries, RADIAL_CHUNK):
+        stop = min(start + RADIAL_CHUNK, queries)
+        call = _Radial(m, own, other, parameters, documents, queries, start, stop)
+        (query_blocks, key_blocks), seen = call.blocks("radial_pairs"), call.inputs.keys
+        given = tuple(x[:, start:stop] for x in (evidence, m_bar, d_m_bar))
+        d_cosine = None if own is None else own.new_empty(call.batch, stop - start, seen)
+        by_query, by_key = (
+            m.new_empty(call.batch, key_blocks, stop - start),
+            m.new_empty(call.batch, query_blocks, seen),
+        )
+        shares = m.new_empty(call.batch, query_blocks, key_blocks, len(RADIAL_ROWS))
+        call.launch("radial_pairs", given, (d_cosine, by_query, by_key, shares))
+        if own is not None and other is not None and d_cosine is not None:
+            d_own[:, start:stop] = d_cosine @ other[:, :seen]
+            d_other[:, :seen] += d_cosine.mT @ own[:, start:stop]
+        d_m[:, seen - (stop - start) : seen] += by_query.sum(1)
+        d_m[:, :seen] += by_key.sum(1)
+        d_parameters.append(shares.sum((0, 1, 2)))
+    dtype = m.dtype if own is None else own.dtype
+    return d_m, d_own.to(dtype), d_other.to(dtype), torch.stack(d_parameters).sum(0)
+
+
+@triton_radial_backward.traced.register_fake
+def _(d_m_bar, m_bar, evidence, m, own, other, parameters, *_options):
+    return tuple(m.new_empty(0) if x is None else torch.empty_like(x) for x in (m, own, other, parameters))
+
+
+def _correlated(call: RobustCall, dtype: torch.dtype) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Rows (B,T,P) and (B,S,P), padded to whole blocks of channels, whose products are the c_ij of `call.cosine`."""
+    if call.radial_correlation == "one":
+        return None, None
+    groups = call.k.shape[1]
+    if call.radial_correlation == "vv":
+        other = call.v.float().transpose(1, 2).flatten(2)
+        own, other = other[:, -call.q.shape[2] :], other / other.shape[-1]
+    else:  # Σ_h⟨q_h,k_h⟩ = Σ_g⟨Σ_h q_h, k_g⟩: query heads that share keys are added first
+        q, k = (x.float().transpose(1, 2) for x in (call.q, call.k))
+        group = q.shape[2] // groups
+        norms = (x.flatten(2).norm(dim=-1, keepdim=True).clamp_min(1e-12) for x in (q, k * group**0.5))
+        own, other = (x.flatten(2) / n for x, n in zip((q.unflatten(2, (groups, group)).sum(3), k), norms))
+    padding = -own.shape[-1] % CHANNELS
+    own, other = (F.pad(x, (0, padding)).to(dtype) for x in (own, other))
+    return own, other
+
+
+def triton_radial_estimate(call: RobustCall, dtype: torch.dtype) -> Tensor:
+    """m̄ (B,T) of a call whose radial weights are its own; `dtype` of the products."""
+    assert call.radial is not None and call.magnitude is not None, "RobustCall.check sees to it"
+    rows = (*_correlated(call, dtype), call.radial.rows(torch.float32))
+    return triton_radial(call.magnitude.float().contiguous(), *rows, call.documents, call.q.shape[2])[0]
+
+
+def triton_attention(call: RobustCall) -> AttentionOutput:
+    """Robust attention by the Triton kernels; limits in `triton_obstacle`.
+
+    bf16 tensors are multiplied as they are and scored in fp32, anything else is taken as fp32. The radial channel
+    `own` needs products over all heads at once, which are formed again (docs/triton.md).
+    """
+    qkv = (call.q, call.k, call.v)
+    same = torch.bfloat16 if all(x.dtype == torch.bfloat16 for x in qkv) else torch.float32
+    m2 = None if call.magnitude is None else call.magnitude.float().clamp_min(MIN_MAGNITUDE).square()
+    v_bar, log_evidence = triton_forward(
+        *(x.to(same) for x in qkv),
+        m2,
+        None if call.forgotten is None else call.forgotten.float(),
+        call.noise.rows(call.kernel, torch.float32),
+        call.documents,
+        call.kernel,
+        call.residual_form == "dot",
+        call.constant,
+        call.decay_keys and call.kernel != "gaussian",  # the Gaussian kernel does not look at the residual
+        call.decay_values,
+        call.kernel != "gaussian" and call.noise.shape(call.kernel).requires_grad,
+    )
+    m_bar = triton_radial_estimate(call, same) if call.radial_mode == "own" else None
+    return AttentionOutput(v_bar.to(call.v.dtype), log_evidence, m_bar)

@@ -1,0 +1,192 @@
+"""The engine: runs a list of jobs, N at a time here or on a cluster.
+
+A finished job is not run again, one that another process is running is waited for, an interrupted one resumes. Live
+table, time left, logs, retries and fail-fast are the same for sweeps, trials, searches and studies.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from polarlm.errors import JobsLeft
+from polarlm.jobs.board import Board
+from polarlm.jobs.job import FAILED, STOPPED, Ended, JobSpec, outcome_of, reuse_finished
+from polarlm.runs.lock import is_locked
+from polarlm.runs.sweeps import folder_of_run
+
+POLL = 0.2  # seconds between two looks at the running jobs
+
+
+class Handle(Protocol):
+    """A job that has been started, here or elsewhere."""
+
+    seconds: float | None  # that its process took, where it is known to differ from the time since its start
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it is running."""
+
+    def stop(self) -> None:
+        """Let it save its state, then end it with all its processes."""
+
+
+class Place(Protocol):
+    """Where jobs run."""
+
+    at_once: int
+    outlives: bool  # jobs go on when this process ends
+    waits: bool  # for its jobs; False: leave them to the cluster
+
+    def start(self, jobs: Sequence[JobSpec]) -> list[Handle]:
+        """Start these jobs."""
+
+    def find(self, job: JobSpec) -> Handle | None:
+        """The handle of a job that an earlier process started here and that still runs."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What to do about failures (`jobs` in train.yaml)."""
+
+    stop_on_failure: bool = False
+    retries: int = 0  # of a job that crashed or was killed; a wrong setting is not tried again
+
+
+@dataclass
+class Running:
+    """A job that has been started."""
+
+    job: JobSpec
+    handle: Handle
+    started: float
+
+
+class Elsewhere:
+    """The handle of a job whose run folder another process is writing."""
+
+    seconds: float | None = None
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def poll(self) -> int | None:
+        """None while the other process holds the folder."""
+        return None if is_locked(self.folder) else 1
+
+    def stop(self) -> None:
+        """It is not ours to stop."""
+
+
+def run_jobs(
+    jobs: Sequence[JobSpec],
+    place: Place,
+    *,
+    policy: Policy | None = None,
+    deadline: float | None = None,
+    rank: bool = True,
+    quiet: bool = False,
+    on_end: Callable[[JobSpec, Ended], None] | None = None,
+    refill: Callable[[], Sequence[JobSpec]] | None = None,
+    watch: Callable[[JobSpec], bool] | None = None,
+) -> dict[str, Ended]:
+    """Run every job; returns key → how it ended. A failed job does not stop the others unless `policy` says so.
+
+    At the `deadline` (of time.monotonic) running jobs save their state and stop, and have no entry. With `rank` the
+    table shows the best loss so far. `refill` names all jobs known after one has ended, most urgent first; those not
+    started yet are waiting. A job for which `watch` returns True is stopped.
+    """
+    policy = policy or Policy()
+    waiting, running, begun = list({job.key: job for job in jobs}.values()), list[Running](), set[str]()
+    ended: dict[str, Ended] = {}
+    attempts: dict[str, int] = {}
+
+    def end(job: JobSpec, how: Ended) -> None:
+        ended[job.key] = how
+        board.ended(job, how)
+        if on_end:
+            on_end(job, how)
+
+    with Board(len(waiting), place.at_once, rank, quiet) as board:
+        try:
+            while waiting or running:
+                if deadline is not None and time.monotonic() > deadline:
+                    return ended
+                if policy.stop_on_failure and any(how.status == FAILED for how in ended.values()):
+                    for one in running:
+                        one.handle.stop()
+                    running.clear()
+                    return ended
+                before = len(ended)
+                free = [job for job in waiting[: max(0, place.at_once - len(running))]]
+                waiting = waiting[len(free) :]
+                begun |= {job.key for job in free}
+                running += _begin(free, place, board, end)
+                if running and not place.waits:
+                    raise JobsLeft
+                time.sleep(POLL if running else 0)
+                for one in list(running):
+                    code = one.handle.poll()
+                    if code is None and watch and watch(one.job):
+                        one.handle.stop()
+                        running.remove(one)
+                        end(one.job, Ended(STOPPED, seconds=_duration(one)))
+                    if code is None:
+                        continue
+                    running.remove(one)
+                    if isinstance(one.handle, Elsewhere):  # finished by the other process, or ours to resume
+                        how = reuse_finished(one.job)
+                        board.forget(one.job)
+                        if how is None:
+                            waiting.insert(0, one.job)
+                            continue
+                    else:
+                        how = outcome_of(one.job, code, _duration(one))
+                    tried = attempts[one.job.key] = attempts.get(one.job.key, 0) + 1
+                    if how.status == FAILED and how.code != 2 and tried <= policy.retries:
+                        board.retry(one.job, how)
+                        waiting.insert(0, one.job)
+                    else:
+                        end(one.job, how)
+                if len(ended) > before and refill:
+                    again = {job.key for job in waiting} & begun
+                    waiting = [job for job in refill() if job.key not in begun or job.key in again]
+                    board.total = len(begun) + sum(job.key not in begun for job in waiting)
+                board.refresh()
+        except KeyboardInterrupt:
+            if place.outlives and running:
+                raise JobsLeft from None
+            raise
+        finally:  # Ctrl-C or the deadline: no job outlives its engine, unless it runs on a cluster
+            for one in running if not place.outlives else ():
+                one.handle.stop()
+    return ended
+
+
+def _begin(jobs: Sequence[JobSpec], place: Place, board: Board, end: Callable[[JobSpec, Ended], None]) -> list[Running]:
+    """Start these jobs, except those that are finished or that somebody is running already."""
+    running, fresh = [], []
+    for job in jobs:
+        if (how := reuse_finished(job)) is not None:
+            end(job, how)
+            continue
+        folder = folder_of_run(job.runs_dir, job.identity) if job.identity and job.verb == "train" else None
+        handle = place.find(job) or (Elsewhere(folder) if folder and is_locked(folder) else None)
+        if handle is None:
+            fresh.append(job)
+        else:
+            board.started(job, "running already")
+            running.append(Running(job, handle, time.monotonic()))
+    for job in fresh:
+        job.log.parent.mkdir(parents=True, exist_ok=True)
+        job.result.unlink(missing_ok=True)
+    for job, handle in zip(fresh, place.start(fresh) if fresh else ()):
+        board.started(job)
+        running.append(Running(job, handle, time.monotonic()))
+    return running
+
+
+def _duration(one: Running) -> float:
+    return one.handle.seconds if one.handle.seconds is not None else time.monotonic() - one.started

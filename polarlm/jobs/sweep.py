@@ -1,0 +1,311 @@
+"""Sweeps: Hydra's multirun handed to the engine; its plan, its summary, and `polarlm sweep status`."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.experimental.callback import Callback
+from hydra.plugins.launcher import Launcher
+
+from polarlm.errors import JobsLeft, UserError, did_you_mean, typed_command
+from polarlm.visible import fitted, visible_text
+
+
+@dataclass
+class Sweep:
+    """The sweep of this process: what was planned, and how its jobs ended."""
+
+    runs_dir: str = "runs"
+    group: str = ""  # empty where nothing is trained (evaluations)
+    varied: list[str] = field(default_factory=list)
+    identities: dict[tuple[str, ...], str] = field(default_factory=dict)  # overrides → identity
+    stop_on_failure: bool = False
+    retries: int = 0
+    ended: list[tuple[str, str, str]] = field(default_factory=list)  # (status, overrides, result)
+    left: bool = False  # jobs are still in a cluster's queue
+
+    @property
+    def failed(self) -> int:
+        return sum(status == "failed" for status, _, _ in self.ended)
+
+    def note(self, name: str, loss: float | None, error: str | None) -> None:
+        """Remember how a job ended, under the settings that tell it from the others."""
+        if error is not None:
+            self.ended.append(("failed", name, " ".join(error.split())[:200]))
+        else:
+            self.ended.append(("finished", name, "" if loss is None else f"val loss {loss:.4f}"))
+
+    def refuse_after_failure(self) -> None:
+        """With jobs.stop_on_failure, refuse to start a job in this process once one has failed."""
+        if self.stop_on_failure and self.failed:
+            raise UserError("not started: an earlier job has failed (jobs.stop_on_failure)")
+
+
+current = Sweep()
+
+
+class SweepReport(Callback):
+    """Notes how each job of a sweep ended when it runs in this process; the engine notes its jobs itself."""
+
+    def __init__(self) -> None:
+        self.sweeping = False
+
+    def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
+        self.sweeping = True
+
+    def on_job_end(self, config: Any, job_return: JobReturn, **kwargs: Any) -> None:
+        if self.sweeping:
+            from polarlm.jobs.job import shown
+            from polarlm.runs.sweeps import key_of
+
+            overrides = list(job_return.overrides or [])
+            name = shown(overrides, current.varied or [key_of(text) for text in overrides])
+            if job_return.status == JobStatus.COMPLETED:
+                current.note(name, job_return.return_value, None)
+            else:
+                error = job_return._return_value
+                current.note(name, None, str(error) or type(error).__name__)
+
+
+class _EngineLauncher(Launcher):
+    """Hands the jobs of a multirun to the engine."""
+
+    def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
+        self.config = config
+
+    def place(self, folder: Path, jobs: Sequence[Sequence[str]]) -> Any:
+        """Where the jobs run."""
+        raise NotImplementedError
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Run every job; a failed one does not stop the others, unless jobs.stop_on_failure is set."""
+        from polarlm.jobs.engine import Policy, run_jobs
+        from polarlm.jobs.job import Ended, JobSpec, shown, varying
+        from polarlm.runs.sweeps import key_of
+
+        folder = Path(self.config.hydra.sweep.dir)
+        overrides = [[text for text in job if key_of(text) != "hydra/launcher"] for job in job_overrides]
+        varied = varying(overrides)
+        jobs = [
+            JobSpec(
+                tuple(texts),
+                folder / "logs" / f"{number:03d}.log",
+                current.identities.get(tuple(texts), ""),
+                shown(texts, varied),
+                str(self.config.get("runs_dir", "runs")),
+                verb=str(self.config.hydra.job.config_name),
+                swept=tuple(varied),
+                devices=int((self.config.get("trainer") or {}).get("devices", 1)),
+            )
+            for number, texts in enumerate(overrides, start=initial_job_idx)
+        ]
+        try:
+            ended = run_jobs(
+                jobs,
+                self.place(folder / current.group if current.group else folder, overrides),
+                policy=Policy(current.stop_on_failure, current.retries),
+                on_end=lambda job, how: current.note(job.name, how.loss, how.error or None),
+            )
+        except JobsLeft:
+            current.left = True
+            raise
+        not_run = Ended("failed", error="not started: an earlier job has failed (jobs.stop_on_failure)")
+        returns = []
+        for job in jobs:
+            how = ended.get(job.key, not_run)
+            done = JobReturn(overrides=list(job.overrides))
+            done.status = JobStatus.COMPLETED if how.status == "finished" else JobStatus.FAILED
+            done.return_value = how.loss if how.status == "finished" else UserError(how.error)
+            returns.append(done)
+        return returns
+
+
+class LocalLauncher(_EngineLauncher):
+    """hydra/launcher=local: N jobs at a time on this machine."""
+
+    def __init__(self, jobs: int | None = None, threads: int | None = None) -> None:
+        from polarlm.jobs.places import Here
+
+        try:
+            Here(jobs, threads)
+        except UserError as error:
+            raise UserError(f"hydra.launcher.{error}") from None
+        self.jobs, self.threads = jobs, threads
+
+    def place(self, folder: Path, jobs: Sequence[Sequence[str]]) -> Any:
+        """Processes that share the cores and GPUs."""
+        from polarlm.jobs.places import Here, gpus_for
+
+        return Here(self.jobs, self.threads, gpus_for(jobs))
+
+
+class SlurmLauncher(_EngineLauncher):
+    """hydra/launcher=slurm: jobs in a cluster's queue, which go on when we leave."""
+
+    def __init__(self, **settings: Any) -> None:
+        from omegaconf import OmegaConf
+
+        self.settings = {k: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for k, v in settings.items()}
+
+    def place(self, folder: Path, jobs: Sequence[Sequence[str]]) -> Any:
+        """The cluster."""
+        from polarlm.jobs.places import Cluster
+
+        return Cluster(folder, self.settings)
+
+
+def print_sweep_plan(plan: Any, config_name: str) -> None:
+    """Say what a sweep is going to do, and keep it for `polarlm sweep status`."""
+    from polarlm.runs.identity import identity_of
+    from polarlm.runs.sweeps import known_runs, sweep_group, write_plan
+
+    good = [job for job in plan.jobs if job.config is not None]
+    current.varied = list(plan.varied)
+    if config_name != "train" or not good:
+        return
+    first = good[0].config
+    group = str(first["group"] or sweep_group(first, good[0].overrides, set(plan.varied)))
+    known = known_runs(first["runs_dir"])
+    identities = [identity_of(job.config) for job in good]
+    done = [known.get(identity, (None, {}))[1].get("status") for identity in identities]
+    rows = [
+        {"overrides": job.overrides, "identity": "", "refused": str(job.error)}
+        if job.config is None
+        else {"overrides": job.overrides, "identity": identity_of(job.config)}
+        for job in plan.jobs
+    ]
+    write_plan(first["runs_dir"], group, plan.varied, rows)
+    current.runs_dir, current.group = first["runs_dir"], group
+    current.stop_on_failure, current.retries = first["jobs"]["stop_on_failure"], first["jobs"]["retries"]
+    if first["resume"] != "never":
+        current.identities = {tuple(job.overrides): identity for job, identity in zip(good, identities)}
+    counts = [
+        f"{key.rpartition('.')[2]} ({len({o for j in plan.jobs for o in j.overrides if o.startswith(key + '=')})})"
+        for key in plan.varied
+    ]
+    finished, begun = done.count("finished"), sum(status not in (None, "finished") for status in done)
+    print(f"Sweep {group}: {len(plan.jobs)} jobs, varying {', '.join(counts) or 'nothing'}", file=sys.stderr)
+    where = "" if first["runs_dir"] == "runs" else f" --runs {first['runs_dir']}"
+    print(f"  {finished} already finished, {begun} to continue, {len(good) - finished - begun} new", file=sys.stderr)
+    print(f"  look from another terminal with: polarlm sweep status {group}{where}", file=sys.stderr)
+    for job in plan.jobs:
+        if job.error is not None:
+            print(fitted(f"  will fail: {job.error}", sys.stderr), file=sys.stderr)
+    print_estimate(plan, [job.config for job, state in zip(good, done) if state != "finished"])
+
+
+def print_estimate(plan: Any, configs: list[Any]) -> None:
+    """How long the jobs that are left will take on this machine, where that is worth measuring."""
+    from polarlm.jobs.estimate import seconds_of_jobs, side_by_side
+    from polarlm.training.loggers.short_numbers import clock
+
+    place = side_by_side(plan.overrides)
+    if place is None or not configs:
+        return
+    jobs, threads = place
+    try:
+        seconds = seconds_of_jobs(configs, threads)
+    except UserError:
+        return  # a job that cannot be built says so itself
+    if seconds:
+        longest = max(sum(seconds) / jobs, *seconds) if len(seconds) > 1 else seconds[0]
+        print(
+            f"  about {clock(longest)} of training, {jobs} at a time (a few measured steps; validation comes on top)",
+            file=sys.stderr,
+        )
+
+
+def failed_jobs() -> UserError | None:
+    """What to say about a sweep of which jobs failed; their own messages are in its summary."""
+    if not current.failed:
+        return None
+    return UserError(f"{current.failed} of {len(current.ended)} jobs failed; the same command runs only those again")
+
+
+def print_sweep_summary() -> None:
+    """Print one line per job, so that no failure scrolls away unseen, and the command that compares them.
+
+    Hydra's own hook is not called after a failure. Jobs that another launcher ran noted nothing here: they are told
+    from their run folders.
+    """
+    if current.ended and not current.left:
+        width = max(len(overrides) for _, overrides, _ in current.ended)
+        finished = len(current.ended) - current.failed
+        print(f"\nSweep: {finished} finished, {current.failed} failed", file=sys.stderr)
+        for status, overrides, text in current.ended:
+            print(visible_text(f"  {status:8}  {overrides:{width}}  {text}"), file=sys.stderr)
+    elif current.group:
+        print("", file=sys.stderr)
+        states = print_states(current.runs_dir, current.group, sys.stderr)
+        finished = states.count("finished")
+        if current.left:
+            print(f"  {JobsLeft()}", file=sys.stderr)
+    else:
+        return
+    if current.group and finished:
+        print(f"  Compare them: {compare_command(current.runs_dir, current.group)}", file=sys.stderr)
+
+
+def compare_command(runs_dir: str, group: str) -> str:
+    """What to type to compare the runs of a sweep."""
+    start = "polarlm" if typed_command("train").startswith("polarlm") else "python -m polarlm"
+    return f"{start} compare {shlex.quote(runs_dir)} --sweep {shlex.quote(group)} --out report.html"
+
+
+def add_parser(verbs: Any) -> None:
+    """Add `polarlm sweep status`."""
+    sweep = verbs.add_parser(
+        "sweep",
+        help="how a sweep is doing: sweep status GROUP",
+        description="How a sweep is doing, from any terminal. It is started with: polarlm train -m …, or sweep=NAME",
+    )
+    actions = sweep.add_subparsers(title="actions", metavar="action", required=True)
+    status = actions.add_parser("status", help="jobs done, running, failed and waiting", description="A sweep's jobs.")
+    status.add_argument("group", help="the sweep's name (its plan names it; a named sweep has its own)")
+    status.add_argument("--runs", default="runs", help="the folder the runs are in (runs)")
+    status.set_defaults(run=show_status)
+
+
+def show_status(options: argparse.Namespace) -> int:
+    """Print every planned job with its state; exit code 1 while something is missing."""
+    return 0 if set(print_states(options.runs, options.group, sys.stdout)) == {"finished"} else 1
+
+
+def print_states(runs_dir: str, group: str, out: Any) -> list[str]:
+    """One line per planned job from what its run folder says; returns the states."""
+    from polarlm.jobs.job import shown
+    from polarlm.runs.lock import writer_is_gone
+    from polarlm.runs.sweeps import known_runs, read_plan
+
+    plan = read_plan(runs_dir, group)
+    if plan is None:
+        names = sorted(p.parent.name for p in Path(runs_dir).glob(".sweeps/*/plan.json"))
+        near = did_you_mean(group, names)
+        raise UserError(f"No sweep '{group}' in {runs_dir}. {near}Sweeps: {', '.join(names) or 'none'}")
+    known = known_runs(runs_dir)
+    rows = []
+    for job in plan["jobs"]:
+        folder, summary = known.get(job["identity"], (None, {}))
+        name = shown(job["overrides"], plan["varied"])
+        loss = summary.get("val/loss")
+        result = f"val loss {loss:.4f}" if loss is not None else str(summary.get("error", ""))[:80]
+        if "refused" in job:
+            rows.append(("refused", name, str(job["refused"]), ""))
+            continue
+        state = summary.get("status", "waiting")
+        if state == "running" and folder is not None and writer_is_gone(folder):
+            state, result = "killed", "the same command continues it"
+        rows.append((state, name, result, folder.name if folder else ""))
+    width, states = max(len(name) for _, name, _, _ in rows), [row[0] for row in rows]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    print(visible_text(f"{plan['group']}: {counts}"), file=out)
+    for state, name, result, place in rows:  # the plan and the folders may be somebody else's
+        print(visible_text(f"  {state:11}  {name:{width}}  {result:18}  {place}").rstrip(), file=out)
+    return states

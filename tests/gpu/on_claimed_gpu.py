@@ -1,0 +1,148 @@
+"""What a GPU would run, on a claimed one; test_gpu_path.py runs this file in a process of its own.
+
+BLOCKS in the environment: which blocks, all of configs/block by default.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from polarlm.attention.forgetting import running_sum
+from polarlm.fast import backends
+from polarlm.model.build import build_model
+from polarlm.training.gradients import clip, gradients_of, total_norm
+from polarlm.training.optimisers import build_optimiser
+from tests.gpu.claimed import GPU, Watch, claim, to_gpu
+from tests.training.tiny_jobs import ROOT, composed
+
+claim()
+EVERY = sorted(path.stem for path in (ROOT / "configs" / "block").glob("*.yaml"))
+BLOCKS = os.environ.get("BLOCKS", " ".join(EVERY)).split()
+COMPILED = os.environ.get("COMPILED", " ".join(EVERY)).split()
+# Blocks whose attention goes through robust attention and that a kernel of ours can take.
+ON_TRITON = {
+    "fox", "polar", "polar_constant", "polar_paper", "rfa", "standard_forgetting", "xsa_forgetting",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _trusted_kernels(monkeypatch):
+    """There are no numbers to compare; every choice is made anew."""
+    monkeypatch.setattr(backends, "distrust", lambda backend, device, setup=None: None)
+    monkeypatch.setattr(backends, "_choices", {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def build(tmp_path: Path, block: str, mode: FakeTensorMode, *switches: str):
+    size = ("model.d_model=128", "model.n_head=2", "model.n_layer=2", "model.context=256")
+    config = composed(tmp_path, f"block={block}", *size, *switches)
+    model = build_model(config, 1000)
+    backends.forget_choices()  # of measurements while it was built
+    return config, to_gpu(model, mode)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_training_step_and_a_validation_never_wait_for_the_gpu(tmp_path, block, documents):
+    mode = FakeTensorMode()
+    config, model = build(tmp_path, block, mode)
+    with mode:
+        optimiser = build_optimiser(config["optim"], model)
+        tokens = torch.zeros(2, 256, dtype=torch.long, device=GPU)
+        ids = torch.zeros_like(tokens) if documents else None
+        with Watch() as watch, torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model.loss(tokens, tokens, documents=ids, reduction="sum")
+            loss.backward()
+        gradients = gradients_of(model.parameters())
+        clip(gradients, total_norm(gradients), 1.0)
+        optimiser.step()
+        with torch.no_grad(), watch, torch.autocast("cuda", dtype=torch.bfloat16):
+            model.tally(tokens, tokens, documents=ids)
+    assert watch.waits == []
+    assert all(p.grad is not None and p.grad.device == GPU for p in model.parameters() if p.requires_grad)
+    taken = {choice.backend for choice in backends.choices()}
+    if block in ON_TRITON:
+        assert taken == {"triton"}
+        assert watch.operators["polarlm.triton_forward.default"] and watch.operators["polarlm.triton_backward.default"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("block", BLOCKS)
+def test_decoding_token_by_token(tmp_path, block):
+    mode = FakeTensorMode()
+    _, model = build(tmp_path, block, mode)
+    model.eval()
+    with mode, torch.autocast("cuda", dtype=torch.bfloat16):
+        cache = model.new_cache(1, 16)
+        for length in (5, 1, 1):
+            logits = model(torch.zeros(1, length, dtype=torch.long, device=GPU), cache=cache)
+    assert logits.device == GPU and logits.shape[-1] == 1000
+
+
+@pytest.mark.parametrize("block", COMPILED)
+def test_a_compiled_step_is_one_graph_with_our_kernels_in_it(tmp_path, block):
+    from torch._dynamo.backends.common import aot_autograd
+
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append({str(node.target) for node in graph.graph.nodes if node.op == "call_function"})
+        return graph
+
+    torch._dynamo.reset()
+    mode = FakeTensorMode()
+    _, model = build(tmp_path, block, mode)
+    with mode:
+        tokens = torch.zeros(2, 256, dtype=torch.long, device=GPU)
+        step = torch.compile(model.loss, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            step(tokens, tokens, documents=None, reduction="sum").backward()
+    assert len(graphs) == 2
+    if block in ON_TRITON:
+        forward, backward = graphs
+        assert "polarlm.triton_forward.default" in forward and "polarlm.triton_backward.default" in backward
+        assert "aten.logsumexp.default" not in forward, "no chunk of plain attention"
+
+
+def test_deterministic_training_needs_no_cumsum(tmp_path):
+    """CUDA's cumsum of floats has no deterministic form and refuses to run where one is asked for."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        mode = FakeTensorMode()
+        _, model = build(tmp_path, "polar", mode)
+        with mode, Watch() as watch, torch.autocast("cuda", dtype=torch.bfloat16):
+            tokens = torch.zeros(2, 256, dtype=torch.long, device=GPU)
+            model.loss(tokens, tokens, documents=None, reduction="sum").backward()
+        assert not [name for name in watch.operators if "cumsum" in name]
+        with mode:
+            assert running_sum(torch.zeros(2, 3, 7, device=GPU), 1).shape == (2, 3, 7)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_masked_documents_with_grouped_heads_stay_on_a_fused_kernel(tmp_path, monkeypatch):
+    """No fused kernel takes a mask and grouped heads at once."""
+    from polarlm.attention import standard
+
+    seen = []
+    attend = standard.F.scaled_dot_product_attention
+
+    def watched(q, k, v, *, attn_mask=None, enable_gqa=False, **options):
+        seen.append(attn_mask is not None and (enable_gqa or q.shape[1] != k.shape[1]))
+        return attend(q, k, v, attn_mask=attn_mask, enable_gqa=enable_gqa, **options)
+
+    mode = FakeTensorMode()
+    _, model = build(tmp_path, "standard", mode, "model.n_head=4", "model.n_kv_head=2")
+    monkeypatch.setattr(standard.F, "scaled_dot_product_attention", watched)
+    with mode, torch.autocast("cuda", dtype=torch.bfloat16):
+        tokens = torch.zeros(2, 256, dtype=torch.long, device=GPU)
+        model.loss(tokens, tokens, documents=torch.zeros_like(tokens), reduction="sum").backward()
+    assert seen == [False, False]
