@@ -7,11 +7,11 @@ import zlib
 
 import pytest
 import torch
-from test_oracle import HEADS, SEED, SWITCHES, TOKENS, WIDTH, draw
 
 from polarlm.attention import MixerShape, PolarAttention, TokenContext
 from polarlm.errors import UserError
 from polarlm.geometry import rotary_tables
+from tests.attention.test_oracle import HEADS, SEED, SWITCHES, TOKENS, WIDTH, draw
 
 OTHER = dict(
     nu_t=5.0, tau=2.0, eta_tq=0.7, eta_tk=0.6, sigma_t0=0.5, m_inf=0.4, radius=1.7, alpha=0.5, beta=0.6, m_eq=1.9,

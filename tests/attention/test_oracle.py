@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
-from oracle import polar_attention
 
 from polarlm.attention import MixerShape, PolarAttention, TokenContext
 from polarlm.attention.additions import FIRST_VALUES
 from polarlm.geometry import rotary_tables
 from polarlm.model.gpt import document_positions
+from tests.attention.oracle import polar_attention
 from tests.seeds import drawn_seed
 
 SWITCHES = {

@@ -5,7 +5,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from oracle_baselines import robust_filter_attention, standard_attention
 
 from polarlm.attention import (
     ExclusiveAttention,
@@ -18,6 +17,7 @@ from polarlm.attention.additions import FIRST_VALUES
 from polarlm.attention.rfa import SLOWEST_DECAY
 from polarlm.geometry import rotary_tables
 from polarlm.model.gpt import document_positions
+from tests.attention.oracle_baselines import robust_filter_attention, standard_attention
 from tests.seeds import drawn_seed
 
 WIDTH, HEADS, TOKENS, BASE, LAYER = 16, 4, 7, 100.0, 1

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from cases import make_case
 
 from polarlm.attention.robust import robust_attention, streaming
+from tests.fast.cases import make_case
 
 KEYS, P = 16, 0.25
 

@@ -7,13 +7,13 @@ import warnings
 
 import pytest
 import torch
-from cases import make_case
 from torch import Tensor
 from torch._higher_order_ops.flex_attention import math_attention
 
 from polarlm.attention.robust import KERNELS, RobustCall, robust_attention
 from polarlm.errors import UserError
 from polarlm.fast import flex_backend
+from tests.fast.cases import make_case
 
 
 def unfused(call: RobustCall) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import assert_same, make_case, run
 
 from polarlm import locations
 from polarlm.attention.robust import (
@@ -22,6 +21,7 @@ from polarlm.attention.robust import (
 from polarlm.errors import UserError
 from polarlm.fast import backends as kernels
 from polarlm.fast import build, native_backend, native_decode, passes, selfcheck
+from tests.fast.cases import assert_same, make_case, run
 
 SWITCHES = [(False, False), (True, True), (True, False), (False, True)]
 

@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 import torch
-from cases import assert_same, make_case, run
 
 from polarlm.attention.robust import KERNELS, streaming
 from polarlm.errors import UserError
 from polarlm.fast.backends import BACKENDS
+from tests.fast.cases import assert_same, make_case, run
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import assert_same, make_case, run
 from torch import Tensor
 
 from polarlm.errors import UserError
 from polarlm.fast import triton_backend
+from tests.fast.cases import assert_same, make_case, run
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 needs_triton = pytest.mark.skipif(not triton_backend.INSTALLED, reason="triton is not installed")
 
 

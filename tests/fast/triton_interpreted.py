@@ -6,7 +6,6 @@ Few heads and short sequences: the interpreter needs about 20 ms per tile.
 import numpy as np
 import pytest
 import torch
-from cases import assert_same, make_case, run
 from torch import Tensor
 from triton.runtime import interpreter
 
@@ -15,6 +14,7 @@ from polarlm.attention.robust.noise import NOISE_ROWS
 from polarlm.errors import UserError
 from polarlm.fast import triton_backend, triton_kernels, triton_radial
 from polarlm.geometry import precision
+from tests.fast.cases import assert_same, make_case, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about pairs that are masked
 SMALL = dict(batch=1, heads=2, groups=1, dtype=torch.float32)

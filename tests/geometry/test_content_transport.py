@@ -3,7 +3,6 @@
 import math
 
 import torch
-from geometry_draws import for_all_seeds, normal, unit, weights
 
 from polarlm.geometry.content_transport import (
     aggregate_by_content,
@@ -21,6 +20,7 @@ from polarlm.geometry.transport import (
     to_real,
     transport,
 )
+from tests.geometry.geometry_draws import for_all_seeds, normal, unit, weights
 
 T, D = 6, 8
 EYE = torch.eye(D // 2, dtype=torch.complex128)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from geometry_draws import for_all_seeds, normal, order_of, positive, unit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from polarlm.geometry.directional_objective import (
 )
 from polarlm.geometry.likelihood import radial_likelihood, tangent_step, tangential_likelihood
 from polarlm.geometry.sphere import exp_map, normalise, tangential_part
+from tests.geometry.geometry_draws import for_all_seeds, normal, order_of, positive, unit
 
 D, S = 8, 5
 

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from geometry_draws import for_all_seeds, normal, positive, unit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from polarlm.geometry.robust import (
     student_mle_penalty,
     student_penalty,
 )
+from tests.geometry.geometry_draws import for_all_seeds, normal, positive, unit
 
 S = torch.tensor([0.0, 0.3, 1.0, 4.0, 30.0], dtype=torch.float64)
 

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from geometry_draws import for_all_seeds, positive
 
 from polarlm.geometry.covariance import isotropic_variance
 from polarlm.geometry.precision import log_kappa, log_kappa_tilde, log_rho, log_rho_tilde, prior_depth
 from polarlm.geometry.robust import causal_mask, log_influence
+from tests.geometry.geometry_draws import for_all_seeds, positive
 
 LAG = torch.arange(6, dtype=torch.float64)
 

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from geometry_draws import for_all_seeds, normal, unit
 from torch.nn import functional as F
 
 from polarlm.geometry.multihead import correction_shares, project
 from polarlm.geometry.polar import to_polar
+from tests.geometry.geometry_draws import for_all_seeds, normal, unit
 
 H, W = 4, 6
 

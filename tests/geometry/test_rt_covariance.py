@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from geometry_draws import for_all_seeds, normal, positive, unit
 
 from polarlm.geometry.covariance import (
     isotropic_variance,
@@ -18,6 +17,7 @@ from polarlm.geometry.covariance import (
     rt_precision,
 )
 from polarlm.geometry.transport import transport
+from tests.geometry.geometry_draws import for_all_seeds, normal, positive, unit
 
 D = 6
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from geometry_draws import normal, unit
 
 from polarlm.geometry import IsotropicFilter, RTFilter, RTModel, angle_between, example, simulate, tangential_part
 from polarlm.geometry.isotropic_filter import decayed_residual
 from polarlm.geometry.polar import to_polar
 from polarlm.geometry.robust import causal_mask, student_mle_penalty
 from polarlm.geometry.transport import transport, transport_pairwise
+from tests.geometry.geometry_draws import normal, unit
 
 MODEL = RTModel(dim=8, mu=0.02, eta_r=0.3, eta_t=0.05)
 

@@ -1,7 +1,6 @@
 """The RT likelihood: G3-G6, R1, R2, E8, E21, and the separability lemma H6 with its limits."""
 
 import torch
-from geometry_draws import for_all_seeds, normal, order_of, positive, unit, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from polarlm.geometry.likelihood import (
     tangential_likelihood,
 )
 from polarlm.geometry.sphere import mean_direction, normalise, tangential_part
+from tests.geometry.geometry_draws import for_all_seeds, normal, order_of, positive, unit, weights
 
 D, S = 8, 5
 

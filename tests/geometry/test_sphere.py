@@ -3,12 +3,12 @@
 import math
 
 import torch
-from geometry_draws import for_all_seeds, normal, order_of, unit, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polarlm.geometry import sphere
 from polarlm.geometry.transport import to_complex, to_real
+from tests.geometry.geometry_draws import for_all_seeds, normal, order_of, unit, weights
 
 D = 10
 

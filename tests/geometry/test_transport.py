@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from geometry_draws import for_all_seeds, normal, weights
 
 from polarlm.geometry.likelihood import correlation
 from polarlm.geometry.transport import (
@@ -16,6 +15,7 @@ from polarlm.geometry.transport import (
     transport,
     transport_pairwise,
 )
+from tests.geometry.geometry_draws import for_all_seeds, normal, weights
 
 T, D = 7, 8
 

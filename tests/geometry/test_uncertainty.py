@@ -3,7 +3,6 @@
 import math
 
 import torch
-from geometry_draws import for_all_seeds, normal, positive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from polarlm.geometry.uncertainty import (
     fused_update,
     log_kappa_tilde_of_uncertain_query,
 )
+from tests.geometry.geometry_draws import for_all_seeds, normal, positive
 
 H, W = 3, 4
 shares = st.floats(0.01, 0.99)

@@ -159,6 +159,7 @@ def call_on_gpu(dtype: torch.dtype = torch.bfloat16, size: int = 32, **options):
 
 
 def test_attention_on_a_gpu_takes_the_triton_kernels_and_stays_there(monkeypatch):
+    from polarlm.attention.robust import robust_attention
     from polarlm.fast import backends as kernels
     from polarlm.fast import triton_backend
 
@@ -167,7 +168,7 @@ def test_attention_on_a_gpu_takes_the_triton_kernels_and_stays_there(monkeypatch
     monkeypatch.setattr(kernels, "distrust", lambda backend, device, setup: chosen.append((backend, device)))
     with FAKE, torch.no_grad():
         for dtype in (torch.bfloat16, torch.float32):
-            out = kernels.attend_with(call_on_gpu(dtype))
+            out = robust_attention(call_on_gpu(dtype))
             assert (out.v_bar.device, out.v_bar.dtype, out.v_bar.shape) == (GPU, dtype, (2, 4, 16, 32))
             assert (out.log_evidence.device, out.log_evidence.dtype) == (GPU, torch.float32)
         assert chosen == [("triton", "cuda")] * 2
