@@ -36,5 +36,6 @@ def test_the_main_blocks_on_a_claimed_gpu():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif("POLARLM_NIGHTLY" not in os.environ, reason="six minutes: POLARLM_NIGHTLY=1")
 def test_every_block_on_a_claimed_gpu():
     run_on_claimed_gpu()
