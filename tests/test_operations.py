@@ -28,6 +28,8 @@ CORRECTNESS = [
     "tests/attention/test_oracle_baselines.py",
     "tests/model/test_frames.py",
     "tests/contract/test_block_contract.py",
+    # Of the contract what the package has a part in; compiled and captured graphs never see it.
+    *("-k", "not block_contract or decoding or packed_documents or float64 or recorded_weights"),
 ]
 
 
