@@ -13,7 +13,7 @@ from tests.launch.forked import Fork
 WRONG_VALUES = {
     "seed": f"-1 1.5 one null true [1] {2**63} 1{'0' * 400} 1{'0' * 5000} 1e400",
     "name": "a/b .. . '' [a] true {a:1} ../x",
-    "group": "[a] true ''",
+    "group": f"[a] true '' ../x a/b .. . /tmp/x {'g' * 129}",
     "resume": "maybe true null 1 Auto",
     "runs_dir": "null '' 3 [a]",
     "cache_dir": "null '' true",
