@@ -176,7 +176,7 @@ def choice(name: str, value: str | bool, allowed: Sequence[str], also: Mapping[s
 def _numbers(name: str, value: Value) -> Tensor:
     try:
         values = torch.as_tensor(value, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise UserError(f"block.{name} is {value!r}; it must be a number, or a list of numbers.") from None
     if name in FRACTIONS and not bool((values < 1).all()):
         raise UserError(f"block.{name} is {values.tolist()}; it must be at least 0 and below 1.")

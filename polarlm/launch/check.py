@@ -162,5 +162,10 @@ def check_relations(config: dict[str, Any]) -> None:
         )
     plan, steps = plan_run(config)
     build_schedule(config["schedule"], steps * plan.tokens)
-    read_data_config(config["data"])
+    limit, context = read_data_config(config["data"]).max_bytes, config["model"]["context"]
+    if limit is not None and limit <= context:
+        raise UserError(
+            f"data.max_bytes={limit} is not enough text for model.context={context}; give more bytes than the context "
+            "has tokens, or a smaller model.context."
+        )
     read_tokenizer_config(config["tokenizer"])

@@ -126,7 +126,9 @@ class TrainSettings:
     name: str | int | None = setting(
         pattern=ONE_FOLDER, like="one folder name: letters, digits, and any of . _ - + = @"
     )
-    group: str | int | None = setting(pattern=r"[^\x00-\x1f]{1,128}", like="a short name")
+    group: str | int | None = setting(
+        pattern=r"(?!\.+$)[^/\\\x00-\x1f]{1,128}", like="a short name without / and \\ (such as first-look)"
+    )
     resume: str = setting(choices=("auto", "never", "force"))
     init_from: str | None = setting(pattern=r"[^\x00]+", like=PATHS)
     runs_dir: str = setting(pattern=r"[^\x00]+", like="a folder")

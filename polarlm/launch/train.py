@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from polarlm.data.early import require_enough_text, require_tokenizer
 from polarlm.data.source import require_text
 from polarlm.errors import UserError
 from polarlm.jobs.processes import start_job, stop_job
@@ -24,6 +25,7 @@ from polarlm.runs.sweeps import (
     sweep_group,
     swept_values,
 )
+from polarlm.training.loggers.packages import require_packages
 from polarlm.visible import fitted
 
 
@@ -39,6 +41,9 @@ def train_job(cfg: DictConfig) -> float:
         return already_finished(finished)
     require_text(config["data"])
     require_memory(config)
+    require_packages(config)
+    require_tokenizer(config["tokenizer"])
+    require_enough_text(config["data"], config["tokenizer"], config["model"]["context"])
     if hydra.mode == RunMode.MULTIRUN:
         if config["trainer"]["devices"] != 1 or config["trainer"]["nodes"] != 1:
             return train_in_own_process(list(hydra.overrides.task))

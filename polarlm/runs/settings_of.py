@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -40,4 +41,5 @@ def default_settings(choices: dict[str, str]) -> tuple[dict[str, Any], dict[str,
 
 def is_choice(group: str, name: Any) -> bool:
     """Whether a yaml of ours has this name; a stored name must not lead to another folder's."""
-    return re.fullmatch(r"[\w-]+", str(name)) is not None and (CONFIGS / group / f"{name}.yaml").exists()
+    # os.path.isfile is False for a name that is too long; Path.exists raises.
+    return re.fullmatch(r"[\w-]+", str(name)) is not None and os.path.isfile(CONFIGS / group / f"{name}.yaml")

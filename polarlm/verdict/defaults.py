@@ -1,5 +1,6 @@
 """The value that a setting has when nobody sets it: the yaml files that polarlm ships are where it stands."""
 
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ def shipped_default(key: str, choices: dict[str, Any]) -> Any:
 def shipped_settings(group: str, choice: str) -> dict[str, Any]:
     """The settings of configs/<group>/<choice>.yaml on top of those of the files that it starts from."""
     path = CONFIGS / group / f"{choice}.yaml"
-    if Path(choice).name != choice or not path.is_file():
+    if Path(choice).name != choice or not os.path.isfile(path):
         return {}  # a choice of the user's own, or of another version
     settings: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True) or {}  # without recipe
     merged: dict[str, Any] = {}

@@ -1,6 +1,7 @@
 """Two hundred wrong inputs: exit code 2, one sentence, nothing written, and no waiting for torch."""
 
 import importlib.util
+import json
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.launch.forked import Fork
 WRONG_VALUES = {
     "seed": f"-1 1.5 one null true [1] {2**63} 1{'0' * 400} 1{'0' * 5000} 1e400",
     "name": "a/b .. . '' [a] true {a:1} ../x",
-    "group": "[a] true ''",
+    "group": f"[a] true '' ../x a/b .. . /tmp/x {'g' * 129}",
     "resume": "maybe true null 1 Auto",
     "runs_dir": "null '' 3 [a]",
     "cache_dir": "null '' true",
@@ -76,7 +77,7 @@ WRONG_VALUES = {
     "data.append_eos": "perhaps 1",
     "data.newlines": "crlf null",
     "data.errors": "loud",
-    "data.max_bytes": "0 -1 x 1.5",
+    "data.max_bytes": "0 -1 x 1.5 40 128",
     "data.split.rule": "random null",
     "data.split.val": "-0.1 1 x 0",
     "data.split.test": "1.5 -1",
@@ -223,6 +224,35 @@ def test_a_wrong_input_is_one_sentence_and_exit_code_2(fork, tmp_path, command, 
     assert list(tmp_path.iterdir()) == []
     assert done.heavy == []
     assert done.seconds < 2
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "char", "word"])
+@pytest.mark.parametrize("text", ["hello\n", "a b " * 20, "x" * 131, "one\n" * 9])
+def test_a_text_shorter_than_a_context_is_refused_before_torch(fork, tmp_path, text, tokenizer):
+    (tmp_path / "short.txt").write_text(text)
+    done = fork.run(tmp_path, "train.py", "data=text", "data.path=short.txt", f"tokenizer={tokenizer}")
+    assert done.code == 2 and done.heavy == [], done.out
+    assert len(done.out.strip().splitlines()) == 1 and "model.context=128" in done.out
+    assert [path.name for path in tmp_path.iterdir()] == ["short.txt"]
+
+
+def test_a_tokenizer_with_duplicate_ids_is_refused_before_torch(fork, tmp_path):
+    vocabulary = {chr(97 + number): number // 2 for number in range(26)}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    done = fork.run(tmp_path, "train.py", "tokenizer=file", "tokenizer.path=tokenizer.json")
+    assert done.code == 2 and done.heavy == [], done.out
+    assert len(done.out.strip().splitlines()) == 1 and "one id to several tokens" in done.out
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
+
+
+@pytest.mark.parametrize("name", ["trackio", "mlflow", "tensorboard"])
+def test_a_logger_that_is_not_installed_is_refused_before_torch(fork, tmp_path, name):
+    if importlib.util.find_spec(name) is not None:
+        pytest.skip(f"{name} is installed")
+    done = fork.run(tmp_path, "train.py", f"logger={name}")
+    assert done.code == 2 and done.heavy == [], done.out
+    assert f"pip install 'polarlm[{name}]'" in done.out and list(tmp_path.iterdir()) == []
 
 
 def test_a_logger_that_is_not_installed_is_refused_before_anything_is_written(monkeypatch):

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -24,6 +25,7 @@ from polarlm.evaluation.scores import score_text
 from polarlm.evaluation.text import Text
 from polarlm.model import GPT, GPTConfig
 from polarlm.runs.export.bundle import bundle
+from polarlm.runs.export.card import model_card
 from polarlm.runs.export.folder import export_run, import_run
 from polarlm.runs.export.llama import is_llama
 from polarlm.runs.restore import restore_run
@@ -181,6 +183,19 @@ def test_exporting_again_replaces_its_own_files_and_keeps_the_others(tmp_path):
     assert (out / "notes.md").read_text() == "mine" and (out / ".git" / "HEAD").exists()
     assert "polar" in (out / "README.md").read_text()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "run"]
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), "x", None, [], {}, True, float("nan"), "a\n---\nb"])
+def test_a_damaged_record_is_left_out_of_the_model_card(tmp_path, value):
+    run = made_up_run(tmp_path / "run")
+    numbers = ("val/loss", "tokens", "flops_per_token", "seconds")
+    (run.folder / "summary.json").write_text(json.dumps(dict.fromkeys(numbers, value)))
+    strange = ["no object"] if not isinstance(value, dict) else {"train": {"tokens": value, "bytes": "x"}}
+    (run.folder / "corpus.json").write_text(json.dumps({"splits": strange}))
+    for choices in (value, {"block": value}):
+        card = model_card(replace(run, config={**run.config, "seed": value, "choices": choices}), remote=False)
+        assert "seed" not in card.partition("Budget")[2].partition("\n")[0]
+        assert "| val |" not in card and card.count("\n---\n") == 1 and "training tokens" not in card
 
 
 @pytest.mark.parametrize("verb", ["export", "import"])

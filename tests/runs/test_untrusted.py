@@ -297,6 +297,7 @@ def test_the_name_of_a_corpus_or_choice_does_not_lead_elsewhere(tmp_path):
     with pytest.raises(FileNotFoundError, match="evaluations"):
         read_arrays(tmp_path / "run", {"arrays": "../../other.npz"})
     assert is_choice("block", "polar") and not is_choice("block", "../block/polar")
+    assert not is_choice("block", "a" * 5000) and shipped_settings("block", "a" * 5000) == {}
 
 
 def _npz(path, shape, content):

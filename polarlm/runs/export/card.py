@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from polarlm.evaluation.metrics import METRICS, formatted
-from polarlm.runs.files import read_json
+from polarlm.runs.files import printable, read_json
+from polarlm.runs.reading import MAX_NUMBER
 from polarlm.runs.restore import RestoredRun
 
 ALONE = (
@@ -14,24 +17,27 @@ ALONE = (
 def model_card(run: RestoredRun, *, remote: bool, verdict: str | None = None) -> str:
     """README.md of an exported folder: data, budget, numbers with their protocol, the verdict, how to load it."""
     config, summary = run.config, read_json(run.folder / "summary.json") or {}
-    choices, model = config["choices"], run.model.config
-    corpus = read_json(run.folder / "corpus.json") or {}
+    chosen, model = config.get("choices"), run.model.config
+    choices = dict.fromkeys(("block", "data", "tokenizer"), "unknown")
+    if isinstance(chosen, dict):
+        choices |= {name: printable(value) for name, value in chosen.items()}
     rows = []
     for split in ("val", "test"):
-        numbers = [(m, summary.get(f"{split}/{m.name}")) for m in METRICS]
-        rows += [
-            f"| {split} | {m.title} ({m.unit}) | {formatted(m.name, v)} |"
-            for m, v in numbers
-            if isinstance(v, int | float)
-        ]
+        numbers = [(m, known_number(summary, f"{split}/{m.name}")) for m in METRICS]
+        rows += [f"| {split} | {m.title} ({m.unit}) | {formatted(m.name, v)} |" for m, v in numbers if v is not None]
+    tokens, flops, seconds = (known_number(summary, key) for key in ("tokens", "flops_per_token", "seconds"))
+    seed = known_number(config, "seed")
     budget = [
         f"{run.model.parameter_count():,} parameters",
-        f"{summary['tokens']:,} training tokens" if summary.get("tokens") else None,
-        f"{summary['flops_per_token']:,} training FLOPs per token" if summary.get("flops_per_token") else None,
-        f"{summary['seconds']:.0f} seconds" if summary.get("seconds") else None,
+        f"{tokens:,} training tokens" if tokens else None,
+        f"{flops:,} training FLOPs per token" if flops else None,
+        f"{seconds:.0f} seconds" if seconds else None,
+        f"seed {seed}" if seed is not None else None,
     ]
-    train = (corpus.get("splits") or {}).get("train") or {}
-    size = f", {train['tokens']:,} tokens, {train['bytes']:,} bytes" if train else ""
+    splits = (read_json(run.folder / "corpus.json") or {}).get("splits")
+    train = splits.get("train") if isinstance(splits, dict) else None
+    counts = [(known_number(train, unit), unit) for unit in ("tokens", "bytes")] if isinstance(train, dict) else []
+    size = "".join(f", {count:,} {unit}" for count, unit in counts if count is not None)
     trust = ", trust_remote_code=True" if remote else ""
     lines = [
         "---",
@@ -48,7 +54,7 @@ def model_card(run: RestoredRun, *, remote: bool, verdict: str | None = None) ->
         f"- **Data**: {choices['data']} (train split{size}), tokenizer {choices['tokenizer']}, "
         f"vocabulary {model.vocab_size:,}",
         f"- **Model**: {model.n_layer} layers, width {model.d_model}, {model.n_head} heads, context {model.context}",
-        f"- **Budget**: {'; '.join(part for part in budget if part)}; seed {config['seed']}",
+        f"- **Budget**: {'; '.join(part for part in budget if part)}",
         "",
         "| split | metric | value |",
         "|---|---|---|",
@@ -77,3 +83,10 @@ def model_card(run: RestoredRun, *, remote: bool, verdict: str | None = None) ->
             "",
         ]
     return "\n".join(lines)
+
+
+def known_number(stored: dict[str, Any], key: str) -> int | float | None:
+    """A number of a stored file; None if the file has none there, or one that no float holds."""
+    value = stored.get(key)
+    right = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
+    return value if right else None

@@ -8,7 +8,6 @@ logger gets a copy of its rows, and one that fails is left out with one warning 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import shutil
 import sys
 from collections.abc import Callable
@@ -24,13 +23,12 @@ from polarlm.runs.files import json_lines, read_json
 from polarlm.runs.identity import flatten
 from polarlm.runs.sweeps import command_overrides, key_of
 from polarlm.targets import target_of
+from polarlm.training.loggers.packages import require_packages
 
 KINDS = {"logger": Logger, "callbacks": Callback}
 # Overrides that say where a run goes, not what it is.
 PLACES = ("name", "group", "resume", "runs_dir", "cache_dir", "logger", "callbacks", "hydra")
 MAX_TAG = 64  # wandb refuses longer tags
-# Modules that shipped loggers need and that come with an extra.
-NEEDED = {"TensorBoardLogger": "tensorboard", "MLFlowLogger": "mlflow", "TrackioLogger": "trackio"}
 # What Lightning, the recorder and the probe call; anything else is the user's own code calling the logger.
 GUARDED = (
     "log_metrics", "log_hyperparams", "log_graph", "log_probe", "log_samples", "save", "finalize", "finish", "replay",
@@ -40,15 +38,10 @@ GUARDED = (
 
 def check_targets(config: dict[str, Any]) -> None:
     """Refuse loggers and callbacks that can't be built here, before a run folder is made."""
+    require_packages(config)
     for group in ("logger", "callbacks"):
-        for name, section in (config.get(group) or {}).items():
+        for section in (config.get(group) or {}).values():
             build, options = _target(section, group)
-            needed = NEEDED.get(getattr(build, "__name__", ""))
-            if needed and importlib.util.find_spec(needed) is None:
-                raise UserError(
-                    f"{group}={name} needs the {needed} package, which is not installed: "
-                    f"pip install 'polarlm[{needed}]', or choose logger=wandb, logger=csv or logger=none"
-                )
             if hasattr(build, "check"):
                 build.check(options)
 
