@@ -13,7 +13,14 @@ def test_the_jobs_of_a_named_sweep_are_single_runs_and_leave_its_plan_alone(tmp_
     text.write_text("the cat sat on the mat and looked at the moon.\n" * 400)
     runs = tmp_path / "runs"
     command = [sys.executable, str(ROOT / "train.py"), "sweep=demo", "hydra/launcher=local", "hydra.launcher.jobs=2"]
-    command += ["hydra.launcher.threads=1", "logger=none", "block=standard", "seed=1,2", "data=text", f"runs_dir={runs}"]
+    command += [
+        "hydra.launcher.threads=1",
+        "logger=none",
+        "block=standard",
+        "seed=1,2",
+        "data=text",
+        f"runs_dir={runs}",
+    ]
     command += [f"data.path={text}", f"cache_dir={tmp_path / 'cache'}", "trainer.max_steps=2", "trainer.val_every=2"]
     command += ["model.n_layer=1", "model.d_model=32", "data.eval_tokens=256", "diagnostics.every=0"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
