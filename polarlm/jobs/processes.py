@@ -39,7 +39,8 @@ def start_job(
     The job holds the reading end of a pipe whose writing end only we hold: however we die, the system closes it. With
     `ignore_usr2` it does not hear the signal that a cluster sends to every process of a job whose time is over.
     """
-    command = [sys.executable, *verb_command(verb), *overrides]
+    # A named sweep sets hydra.mode=MULTIRUN: without RUN its jobs would be sweeps too, and overwrite its plan.
+    command = [sys.executable, *verb_command(verb), *overrides, "hydra.mode=RUN"]
     if ignore_usr2:  # an ignored signal stays ignored through exec
         command = ["/bin/sh", "-c", "trap '' USR2; exec \"$@\"", "sh", *command]
     reader, writer = os.pipe()

@@ -96,10 +96,13 @@ def plan_jobs(loader: Any, config_name: str, overrides: Sequence[str], *, multir
     for override in parsed:
         _check_choice(loader, config_name, groups, override)
     hydra = compose(loader, config_name, named).hydra
-    params = [_parse(loader, f"{key}={value}") for key, value in (hydra.sweeper.get("params") or {}).items()]
+    # A job of a named sweep says hydra.mode=RUN: it is one run, whatever the sweep's own file says.
+    single = any(o.key_or_group == "hydra.mode" and str(o.value()) == RunMode.RUN.name for o in parsed)
+    swept = {} if single else hydra.sweeper.get("params") or {}
+    params = [_parse(loader, f"{key}={value}") for key, value in swept.items()]
     for override in params:
         _check_choice(loader, config_name, groups, override)
-    multirun = multirun or hydra.mode == RunMode.MULTIRUN
+    multirun = multirun or (hydra.mode == RunMode.MULTIRUN and not single)
     _check_several([*params, *parsed], parsed, multirun)
     everything = [o for o in (*params, *parsed) if not o.is_hydra_override()]
     for_hydra = [o.input_line for o in parsed if o.is_hydra_override()]

@@ -15,7 +15,6 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=20000")
 WINDOW = (1440, 1920)  # table, verdicts, learning curves and radial growth
 SCALE = 0.7
-COLOURS = 128  # a palette makes the file four times smaller and nobody sees it
 PRINTED = re.compile(r'<script type="application/json" id="printed">(.*?)</script>', re.DOTALL)
 
 
@@ -37,7 +36,7 @@ def write_picture(page: Path, out: Path, figure: str | None = None) -> Path:
         _browse(page.as_uri(), f"--window-size={WINDOW[0]},{WINDOW[1]}", f"--screenshot={shot}")
         image = Image.open(shot).convert("RGB")
         image = image.resize((round(image.width * SCALE), round(image.height * SCALE)), Image.Resampling.LANCZOS)
-        image.quantize(COLOURS, dither=Image.Dither.NONE).save(out, optimize=True)
+        image.save(out, optimize=True)  # without a palette: in 128 colours two groups had the same one
     return out
 
 
