@@ -145,8 +145,9 @@ def compile_kernel(
     loops = loops_of_products(compiled.asm["cubin"])
     spilled = max(sum(instruction.startswith(("LDL", "STL")) for instruction in loop) for loop in loops)
     # Of several forms the shortest is the one that mostly runs.
-    resources = registers, compiled.metadata.shared, spills, len(min(loops, key=len)) / pairs_per_thread, spilled
-    return Usage(name, variant, head_dim, dtype, sm, *launch, *resources)
+    per_pair = len(min(loops, key=len)) / pairs_per_thread
+    shared = compiled.metadata.shared
+    return Usage(name, variant, head_dim, dtype, sm, *launch, registers, shared, spills, per_pair, spilled)
 
 
 def _tool(name: str, cubin: bytes, *options: str) -> str:
