@@ -23,7 +23,7 @@ import torch
 
 from polarlm.attention.robust.noise import NOISE_ROWS, RADIAL_ROWS
 from polarlm.fast import triton_backend
-from polarlm.fast.triton_backend import LAUNCH
+from polarlm.fast.triton_backend import LAUNCH, NARROWER, block_sizes
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ VARIANTS = {
     "everything": Variant(decays=True, packed=True, forgets=True),
     "fox": Variant(learned=False, forgets=True, fox=True),
 }
+Blocks = tuple[int, int, int, int]  # queries, keys, warps, stages
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -65,7 +66,7 @@ class Usage:
     shared: int
     spills: int
     per_pair: float  # instructions of the main loop, per query-key pair
-    spills_per_loop: int  # loads and stores of spilled registers in the main loop
+    spills_per_loop: int  # loads and stores of spilled registers, in the loop that has most of them
 
 
 class ClaimedGPU:
@@ -101,7 +102,9 @@ class Compiled:
             self.result = self.function.warmup(*given, **options)
 
 
-def compile_kernel(name: str, variant: str, head_dim: int, dtype: str, sm: int, override: tuple | None = None) -> Usage:
+def compile_kernel(
+    name: str, variant: str, head_dim: int, dtype: str, sm: int, override: Blocks | None = None
+) -> Usage:
     """Compile one kernel as the backend launches it (or with the sizes `override`) and see what it uses."""
     from triton.runtime import driver
 
@@ -116,11 +119,14 @@ def compile_kernel(name: str, variant: str, head_dim: int, dtype: str, sm: int, 
     inputs: tuple[Any, ...] = (q, k, values, None if v.fox else m2, forgotten, parameters, documents)
     inputs += ("exponential" if v.fox else "student", v.fox, v.fox, v.decays, v.decays, v.learned)
     sizes = {key: override or shipped for key, shipped in LAUNCH[name].items()}
+    kind = (64 if head_dim <= 64 or name.startswith("radial") else 128, q.element_size())
+    launch = override or block_sizes(name, kind, v.decays, sm)
     module = triton_radial if name.startswith("radial") else triton_kernels
     names = [f"{x}_kernel" for x in LAUNCH if hasattr(module, f"{x}_kernel")]
     kernels: dict[str, Any] = {x: Compiled(getattr(module, x), x == f"{name}_kernel") for x in names}
     with (
         patch.dict(LAUNCH, {name: sizes}),
+        patch.dict(NARROWER, clear=override is not None),
         patch.object(driver, "_active", ClaimedGPU(sm)),
         patch.multiple(module, **kernels),
     ):
@@ -135,15 +141,13 @@ def compile_kernel(name: str, variant: str, head_dim: int, dtype: str, sm: int, 
             triton_backend.triton_backward.bare(d_out, evidence, d_out, evidence, *inputs, not v.fox)
     compiled = kernels[f"{name}_kernel"].result
     registers, spills = _resources(compiled.asm["cubin"])
-    block_q, block_k, warps, stages = sizes[
-        64 if head_dim <= 64 or name.startswith("radial") else 128, q.element_size()
-    ]
-    launch = block_q, block_k, warps, stages
-    pairs_per_thread = block_q * block_k / (32 * warps)
-    loop = main_loop(compiled.asm["cubin"])
-    spilled = sum(instruction.startswith(("LDL", "STL")) for instruction in loop)
-    resources = registers, compiled.metadata.shared, spills, len(loop) / pairs_per_thread, spilled
-    return Usage(name, variant, head_dim, dtype, sm, *launch, *resources)
+    pairs_per_thread = launch[0] * launch[1] / (32 * launch[2])
+    loops = loops_of_products(compiled.asm["cubin"])
+    spilled = max(sum(instruction.startswith(("LDL", "STL")) for instruction in loop) for loop in loops)
+    # Of several forms the shortest is the one that mostly runs.
+    per_pair = len(min(loops, key=len)) / pairs_per_thread
+    shared = compiled.metadata.shared
+    return Usage(name, variant, head_dim, dtype, sm, *launch, registers, shared, spills, per_pair, spilled)
 
 
 def _tool(name: str, cubin: bytes, *options: str) -> str:
@@ -162,8 +166,11 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(used[1]), int(used[2])
 
 
-def main_loop(cubin: bytes) -> list[str]:
-    """The instructions of the shortest loop that multiplies matrices: of several forms, the one that mostly runs."""
+def loops_of_products(cubin: bytes) -> list[list[str]]:
+    """The instructions of every loop that multiplies matrices.
+
+    For sm_100 a kernel waits behind its end and jumps back to where it left: what lies between is no loop.
+    """
     instructions: list[str] = []
     labels: dict[str, int] = {}
     code = re.compile(r"^\s*\.section\s+\.text.*?(?=^\s*\.section\s|\Z)", re.M | re.S)
@@ -179,7 +186,8 @@ def main_loop(cubin: bytes) -> list[str]:
         if target and labels[target[1]] < at:
             loops.append(instructions[labels[target[1]] : at + 1])
     product = re.compile(r"[HQIU]\w*MMA|UTC\w*MMA")
-    return min((loop for loop in loops if any(product.match(x) for x in loop)), key=len)
+    loops = [loop for loop in loops if not any(x.startswith("EXIT") for x in loop)]
+    return [loop for loop in loops if any(product.match(x) for x in loop)]
 
 
 HEAD = (
@@ -213,7 +221,7 @@ def main() -> None:
     for size, dtype, name, variant, sm in product(
         options.head_dim, options.dtype, options.kernel, options.variant, options.sm
     ):
-        rows.append(compile_kernel(name, variant, size, dtype, sm, options.blocks))
+        rows.append(compile_kernel(name, variant, size, dtype, sm, options.blocks and tuple(options.blocks)))
         print(line(rows[-1]), flush=True)
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")

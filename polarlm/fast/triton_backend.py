@@ -37,6 +37,11 @@ LAUNCH = {
     "radial": {(64, 2): (64, 64, 8, 2), (64, 4): (32, 32, 8, 1)},
     "radial_pairs": {(64, 2): (32, 64, 8, 2), (64, 4): (32, 32, 4, 2)},
 }
+# Instead of those that spill in a loop of bf16 heads up to 64: by kernel, matrix instructions (sm) and whether anything
+# decays.
+NARROWER = {
+    ("query", 100, False): (64, 16, 4, 2), ("query", 100, True): (64, 16, 4, 2), ("key", 80, True): (16, 64, 4, 2)
+}  # fmt: skip
 CHANNELS = 64  # of all heads together, that the radial kernels multiply at a time
 RADIAL_CHUNK = 256  # queries whose ∂c are kept at a time
 
@@ -63,6 +68,21 @@ def triton_obstacle(call: RobustCall) -> str | None:
     return None
 
 
+def block_sizes(name: str, sizes: tuple[int, int], decays: bool, sm: int) -> tuple[int, int, int, int]:
+    """Queries and keys per block, warps and stages of a kernel on a card of compute capability `sm`."""
+    instructions = {9: 90, 10: 100, 11: 100}.get(sm // 10, 80)  # wgmma; tensor memory; mma, also on sm_120
+    narrower = NARROWER.get((name, instructions, decays)) if sizes == (64, 2) else None
+    return narrower or LAUNCH[name][sizes]
+
+
+def _capability() -> int:
+    if INTERPRETED:
+        return 80
+    from triton.runtime import driver
+
+    return driver.active.get_current_target().arch
+
+
 class _Launch:
     """Arguments that the kernels of one channel share, and the block sizes that `LAUNCH` has for them."""
 
@@ -81,14 +101,19 @@ class _Launch:
         """Run a kernel that reads `given` beside the inputs, and writes every element of `results` once."""
         from . import triton_kernels, triton_radial, triton_tiles
 
-        block_q, block_k, warps, stages = LAUNCH[name][self.sizes]
+        block_q, block_k, warps, stages = self.block_sizes(name)
         switches = triton_tiles.Switches(**self.switches, block_q=block_q, block_k=block_k, **more)
         run = getattr(triton_radial if name.startswith("radial") else triton_kernels, f"{name}_kernel")
         run[(self.programs(name),)](self.inputs, *given, *results, switches, num_warps=warps, num_stages=stages)
 
+    def block_sizes(self, name: str) -> tuple[int, int, int, int]:
+        """What this card takes for this call."""
+        decays = self.switches["decay_keys"] or self.switches["decay_values"]
+        return block_sizes(name, self.sizes, decays, _capability())
+
     def blocks(self, name: str) -> tuple[int, int]:
         """Of queries and of keys."""
-        block_q, block_k, _, _ = LAUNCH[name][self.sizes]
+        block_q, block_k, _, _ = self.block_sizes(name)
         return -(-self.inputs.queries // block_q), -(-self.inputs.keys // block_k)
 
     def programs(self, name: str) -> int:

@@ -73,6 +73,17 @@ def test_instructions_per_pair_of_the_compiled_code(monkeypatch, variant, most):
 
 
 @needs_triton
+@pytest.mark.slow
+@pytest.mark.skipif(triton_backend.INTERPRETED, reason="the interpreter does not compile")
+def test_a_wait_behind_the_end_of_a_kernel_is_no_loop(monkeypatch):
+    """For sm_100 it jumps back into a loop; the shortest such jump once passed for a loop of half the instructions."""
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks import triton_aot
+
+    assert triton_aot.compile_kernel("query", "polar", 64, "bf16", 100).per_pair > 60
+
+
+@needs_triton
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, dict(decay_keys=True, decay_values=True)])
