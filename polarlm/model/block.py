@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from polarlm.attention.calibration import calibrate
 from polarlm.attention.mixer import Mixer, MixerShape, TokenContext
 from polarlm.geometry.sphere import add_tangential, tangential_part
+from polarlm.model.config import GPTConfig
+from polarlm.model.feed_forward import build_feed_forward
 from polarlm.model.frames import FRAMES, Sum
 from polarlm.operations import closed, operation
 
@@ -54,6 +58,26 @@ class Block(nn.Module):
             wide = torch.promote_types(x.dtype, torch.float32)
             step = tangential_part(x.to(wide), step.to(wide)).to(step.dtype)
         return connection.write(x, step)
+
+
+def mixer_shape(config: GPTConfig, layer: int, stream_std: float) -> MixerShape:
+    """What the mixer of layer 0, 1, … is told about a model of this size."""
+    c = config
+    return MixerShape(
+        d_model=c.d_model, n_head=c.n_head, n_kv_head=c.kv_heads, head_dim=c.head_size,
+        layer=layer, n_layer=c.n_layer, dropout=c.dropout, norm_eps=c.norm_eps, rope_base=c.rope_base,
+        stream_std=stream_std, init=c.init, zero_init=c.zero_init,
+    )  # fmt: skip
+
+
+def build_block(config: GPTConfig, shape: MixerShape, mixer: Callable[[MixerShape], Mixer]) -> Block:
+    """A fresh block; `mixer` makes its attention half, whose W_o is then calibrated."""
+    feed_forward = build_feed_forward(config.ffn, config.d_model, config.ffn_mult, shape.initial, config.ffn_width)
+    if (change := FRAMES[config.frame].around_feed_forward) is not None:
+        change(feed_forward)
+    attention = mixer(shape)
+    calibrate(attention)
+    return Block(attention, feed_forward, shape, config.frame)
 
 
 @operation

@@ -12,13 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from polarlm.attention.calibration import calibrate
 from polarlm.attention.initialisation import GPT2_STD, Initialisation, linear
 from polarlm.attention.mixer import KeyValueCache, Mixer, MixerShape, Record, Rotary, TokenContext
 from polarlm.geometry import rotary_tables
-from polarlm.model.block import Block, decode_layer
+from polarlm.model.block import Block, build_block, decode_layer, mixer_shape
 from polarlm.model.config import GPTConfig
-from polarlm.model.feed_forward import build_feed_forward
 from polarlm.model.frames import FRAMES
 from polarlm.model.loss import cap_logits, chunked_cross_entropy, chunked_tally, log_probability_chunks
 from polarlm.model.ngpt import Factor
@@ -66,18 +64,8 @@ class GPT(nn.Module):
             self.frame.after_step(self)
 
     def _block(self, layer: int, mixer: Callable[[MixerShape], Mixer], stream_std: float) -> Block:
-        c = self.config
-        shape = MixerShape(
-            d_model=c.d_model, n_head=c.n_head, n_kv_head=c.kv_heads, head_dim=c.head_size,
-            layer=layer, n_layer=c.n_layer, dropout=c.dropout, norm_eps=c.norm_eps, rope_base=c.rope_base,
-            stream_std=1.0 if self.frame.unit_stream else stream_std, init=c.init, zero_init=c.zero_init,
-        )  # fmt: skip
-        feed_forward = build_feed_forward(c.ffn, c.d_model, c.ffn_mult, shape.initial, c.ffn_width)
-        if self.frame.around_feed_forward is not None:
-            self.frame.around_feed_forward(feed_forward)
-        attention = mixer(shape)
-        calibrate(attention)
-        return Block(attention, feed_forward, shape, c.frame)
+        stream_std = 1.0 if self.frame.unit_stream else stream_std
+        return build_block(self.config, mixer_shape(self.config, layer, stream_std), mixer)
 
     def _blocks(self) -> list[Block]:
         return cast(list[Block], list(self.blocks))
