@@ -1,7 +1,5 @@
 """A run's wandb record, read back from disk: it ends with the numbers of summary.json, however the run ended."""
 
-import pytest
-
 from tests.training.loggers.offline_wandb import read_offline_run
 
 
@@ -26,12 +24,14 @@ def test_the_record_of_a_finished_run_holds_the_final_table(shell):
     assert run.summary["val/loss"] == {"min": min(validated)}
 
 
-@pytest.mark.skip(reason="optim.lr × optim.weight_decay above 1 is refused now; another way to diverge is needed")
 def test_a_run_that_fails_is_closed_as_failed_and_says_why(shell):
-    diverges = ("optim.lr=100", "optim.weight_decay=1", "optim.grad_clip=null")
-    done = shell.train("name=lost", "logger=wandb", *diverges, WANDB_MODE="offline")
+    fails = ("+callbacks.poison._target_=tests.end_to_end.poison.PoisonWeights", "+callbacks.poison.after_step=13")
+    done = shell.train("name=lost", "logger=wandb", *fails, WANDB_MODE="offline")
     assert done.code != 0
     run, summary = recorded(shell, "lost"), shell.summary("lost")
     assert (run.exit_code, run.summary["status"], summary["status"]) == (1, "failed", "failed")
     assert run.summary["error"] == summary["error"]
+    assert "gradients of step 14 are not finite" in summary["error"]
+    validated = [row["val/loss"] for row in run.rows if "val/loss" in row]
+    assert validated == [row["val/loss"] for row in shell.rows("lost") if "val/loss" in row] != []
     assert not [name for name in run.summary if name.startswith("final/")]

@@ -67,7 +67,7 @@ def test_without_login_it_says_what_to_do(monkeypatch):
 
 
 def test_the_layout_becomes_a_wandb_workspace():
-    pytest.importorskip("wandb_workspaces")
+    pytest.importorskip("wandb_workspaces", reason="needs pip install 'polarlm[workspace]'")
     workspace = build_workspace("me", "polarlm", "geometry")
     assert [section.name for section in workspace.sections] == [section.name for section in LAYOUT]
     spec = json.loads(workspace._to_model().model_dump_json(by_alias=True))["spec"]["section"]
@@ -77,13 +77,21 @@ def test_the_layout_becomes_a_wandb_workspace():
     assert first["metrics"] == ["val/perplexity"] and first["yLogScale"]
 
 
-@pytest.mark.skip(reason="fails since the last merges; not examined yet (closing note)")
-def test_the_layout_becomes_a_report_with_the_verdict_first():
-    pytest.importorskip("wandb_workspaces")
+def test_the_layout_becomes_a_report_with_the_verdict_first(monkeypatch):
+    pytest.importorskip("wandb_workspaces", reason="needs pip install 'polarlm[workspace]'")
+    import wandb_workspaces.reports.v2.interface as interface
+
+    # Recent versions ask the server for the project's id, which needs a login; this answers in its place.
+    monkeypatch.setattr(interface, "_get_api", lambda: None)
+    found = {"project": {"internalId": "UHJvamVjdDox"}}
+    monkeypatch.setattr(interface, "execute_graphql", lambda *_: found, raising=False)
     report = build_report("me", "polarlm", "Blocks")
     headings = [block.text for block in report.blocks if type(block).__name__ == "H1"]
     assert headings == ["Verdict", *(section.name for section in LAYOUT)]
     grids = [block for block in report.blocks if type(block).__name__ == "PanelGrid"]
     assert [panel.title for panel in grids[0].panels] == ["verdict", "forest", "results"]
     assert len(grids[1].panels) == len(LAYOUT[0].panels)
-    report._to_model()
+    blocks = json.loads(report._to_model().model_dump_json(by_alias=True))["spec"]["blocks"]
+    runs = [block["metadata"]["runSets"][0] for block in blocks if block["type"] == "panel-grid"]
+    assert [run["name"] for run in runs] == ["Comparisons", *["Runs"] * len(LAYOUT)]
+    assert all(run["project"]["name"] == "polarlm" for run in runs)
