@@ -25,8 +25,11 @@ def test_the_record_of_a_finished_run_holds_the_final_table(shell):
 
 
 def test_a_run_that_fails_is_closed_as_failed_and_says_why(shell):
-    fails = ("+callbacks.poison._target_=tests.end_to_end.poison.PoisonWeights", "+callbacks.poison.after_step=13")
-    done = shell.train("name=lost", "logger=wandb", *fails, WANDB_MODE="offline")
+    callbacks = shell.folder / "configs" / "callbacks"
+    callbacks.mkdir(parents=True)
+    target = "tests.end_to_end.poison.PoisonWeights"
+    (callbacks / "poison.yaml").write_text(f"poison:\n  _target_: {target}\n  after_step: 13\n")
+    done = shell.train("name=lost", "logger=wandb", "callbacks=poison", WANDB_MODE="offline")
     assert done.code != 0
     run, summary = recorded(shell, "lost"), shell.summary("lost")
     assert (run.exit_code, run.summary["status"], summary["status"]) == (1, "failed", "failed")
