@@ -146,7 +146,7 @@ def _code(run: RestoredRun) -> str:
     line = "from polarlm.attention.standard import StandardAttention as BlockMixer"
     assert line in template
     text = template.replace(line, f"from {mixer.__module__} import {mixer.__qualname__} as BlockMixer")
-    notice = f"# The `{run.config['choices']['block']}` block for transformers, exported by polarlm (Apache-2.0).\n"
+    notice = f"# `{mixer.__qualname__}` for transformers, exported by polarlm (Apache-2.0).\n"
     return notice + bundle(f"polarlm.runs.export.{MODELING}", text)
 
 

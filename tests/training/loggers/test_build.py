@@ -109,6 +109,7 @@ def test_what_cannot_be_built_is_refused_before_a_folder_is_made(own, monkeypatc
 
 
 def test_a_resumed_run_has_one_gapless_curve_in_csv_and_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard")
     options = ("logger=[csv,tensorboard]", "trainer.checkpoint_every=2", "trainer.max_steps=5", "name=again")
     train_run(composed(tmp_path, *options))
     folder = tmp_path / "runs" / "again"
