@@ -68,8 +68,8 @@ class _Layer(nn.Module):
         if documents is not None and cache is not None:
             raise UserError("documents and cache exclude each other: a cache holds one running text per row.")
         if documents is not None and (not isinstance(documents, Tensor) or documents.shape != x.shape[:2]):
-            found = tuple(documents.shape) if isinstance(documents, Tensor) else repr(documents)
-            raise UserError(f"documents is {found}; it must be a tensor of document ids of shape {tuple(x.shape[:2])}.")
+            given = tuple(documents.shape) if isinstance(documents, Tensor) else repr(documents)
+            raise UserError(f"documents is {given}; it must be a tensor of document ids of shape {tuple(x.shape[:2])}.")
         if cache is not None and not isinstance(cache, KeyValueCache):
             raise UserError(f"cache is of type {type(cache).__name__}; make one with layer.new_cache(batch, length).")
         if cache is not None and cache.keys.shape[0] != x.shape[0]:

@@ -12,7 +12,6 @@ from polarlm.errors import UserError
 from polarlm.launch.overrides import config_loader, plan_jobs
 from polarlm.runs.checkpoints import step_file
 from polarlm.runs.files import json_lines
-from polarlm.training.loggers import build
 from polarlm.training.loggers.build import check_targets, guard, what_varies
 from polarlm.training.loop import train_run
 from tests.training.tiny_jobs import composed
@@ -101,7 +100,7 @@ def test_what_cannot_be_built_is_refused_before_a_folder_is_made(own, monkeypatc
     config = configuration(own)
     with pytest.raises(UserError, match=r"logger\._target_='os\.remove' is not a class that a yaml"):
         train_run({**config, "logger": {"x": {"_target_": "os.remove"}}, "name": "never"})
-    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for name in ("mlflow", "tensorboard", "trackio"):
         with pytest.raises(UserError, match=rf"logger={name} needs the {name} package.*polarlm\[{name}\]"):
             check_targets(configuration(own, f"logger={name}"))

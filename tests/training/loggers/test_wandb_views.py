@@ -83,8 +83,8 @@ def test_the_layout_becomes_a_report_with_the_verdict_first(monkeypatch):
 
     # Recent versions ask the server for the project's id, which needs a login; this answers in its place.
     monkeypatch.setattr(interface, "_get_api", lambda: None)
-    found = {"project": {"internalId": "UHJvamVjdDox"}}
-    monkeypatch.setattr(interface, "execute_graphql", lambda *_: found, raising=False)
+    project = {"project": {"internalId": "UHJvamVjdDox"}}
+    monkeypatch.setattr(interface, "execute_graphql", lambda *_: project, raising=False)
     report = build_report("me", "polarlm", "Blocks")
     headings = [block.text for block in report.blocks if type(block).__name__ == "H1"]
     assert headings == ["Verdict", *(section.name for section in LAYOUT)]
