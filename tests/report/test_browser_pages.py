@@ -53,7 +53,8 @@ def test_small_pictures_of_the_page_and_of_one_figure_for_a_readme(tmp_path):
     image = Image.open(tmp_path / "docs" / "report.png")
     assert image.size == (1008, 1344)
     assert len(image.convert("RGB").getcolors(1 << 20)) > 30  # curves, not a blank page
-    assert (tmp_path / "docs" / "report.png").stat().st_size < 400_000
+    # Full colour: a palette of 128 colours had drawn two groups alike.
+    assert (tmp_path / "docs" / "report.png").stat().st_size < 600_000
     one = tmp_path / "docs" / "one.png"
     compare(tmp_path / "runs", "--out", tmp_path / "report.html", "--picture", one, "--figure", "length")
     image = Image.open(one)
