@@ -10,40 +10,42 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from benchmarks.timing import interleaved, ratios, turns
 from polarlm.attention.robust import DirectionalNoise, RadialNoise, RobustCall, robust_attention
+from polarlm.block_keys import expanded
 from polarlm.locations import CONFIGS
 from polarlm.model import GPT, GPTConfig
 from polarlm.training.loggers.throughput import measured_peak
 
-# Name in the table -> (yaml of configs/block, what differs from it).
-BLOCKS: dict[str, tuple[str, dict]] = {
-    "standard": ("standard", {}),
-    "xsa": ("xsa", {}),
-    "rfa": ("rfa", {}),
-    "polar": ("polar", {}),
-    "polar, evidence": ("polar", {"projection": "evidence"}),
-    "polar_paper": ("polar_paper", {}),
-    "polar_paper, vv": ("polar_paper", {"radial_correlation": "vv"}),
+# Name in the table -> (block, what differs from it).
+BLOCKS: dict[str, tuple[str, list[str]]] = {
+    "standard": ("standard", []),
+    "xsa": ("xsa", []),
+    "rfa": ("rfa", []),
+    "polar": ("polar", []),
+    "polar, evidence": ("polar", ["block.step.projection=evidence"]),
+    "polar_paper": ("polar_paper", []),
+    "polar_paper, vv": ("polar_paper", ["block.radial.radial_correlation=vv"]),
 }
 # Appendix G and E, and the neighbours: what `extensions` compares with polar.
-EXTENSIONS: dict[str, tuple[str, dict]] = {
-    "polar": ("polar", {}),
-    "standard": ("standard", {}),
-    "irls_steps=3": ("polar_irls", {}),
-    "consensus=gate": ("polar_consensus", {}),
-    "consensus=complex": ("polar_consensus", {"consensus": "complex"}),
-    "transport=phases": ("polar_transport", {"transport": "phases"}),
-    "transport=unitary": ("polar_transport", {}),
-    "uncertainty=carry": ("polar_uncertainty", {}),
-    "kernel=student_mle": ("polar", {"kernel": "student_mle"}),
-    "radial_flow=equilibrium": ("polar", {"radial_flow": "equilibrium"}),
-    "retract=exp": ("polar", {"retract": "exp"}),
-    "tie_output": ("polar", {"tie_output": True, "norm_position": "post"}),
-    **{name: (name, {}) for name in ("alibi", "xpos", "fox", "gated", "lns", "geonorm", "ngpt")},
+EXTENSIONS: dict[str, tuple[str, list[str]]] = {
+    "polar": ("polar", []),
+    "standard": ("standard", []),
+    "irls_steps=3": ("polar", ["block.influence.irls_steps=3"]),
+    "aggregate=gate": ("polar", ["block/aggregate=gate"]),
+    "aggregate=complex": ("polar", ["block/aggregate=complex"]),
+    "transport=phases": ("polar", ["block/transport=phases"]),
+    "transport=unitary": ("polar", ["block/transport=unitary"]),
+    "precision=carried": ("polar", ["block/precision=carried"]),
+    "influence=student_mle": ("polar", ["block/influence=student_mle"]),
+    "precision=equilibrium": ("polar", ["block/precision=equilibrium"]),
+    "step=retracted": ("polar", ["block/step=retracted", "block.step.retract=exp"]),
+    "output=tied": ("polar", ["block/output=tied", "block.inputs.norm_position=post"]),
+    **{name: (name, []) for name in ("alibi", "xpos", "fox", "gated", "lns", "geonorm", "ngpt")},
 }
 YARDSTICK = dict(d_model=128, n_layer=4, n_head=4, vocab_size=65)  # experiment=shakespeare_char_cpu
 SHAPE = dict(d_model=384, n_layer=6, n_head=6)
@@ -53,7 +55,7 @@ VOCABULARY = 4096
 def build(block: str, context: int, **shape) -> GPT:
     """A GPT with one of BLOCKS or EXTENSIONS, without Hydra or Lightning in between."""
     file, changes = (BLOCKS | EXTENSIONS)[block]
-    hyper = _settings(file) | changes
+    hyper = _settings(file, changes)
     hyper.pop("_partial_")
     module, name = hyper.pop("_target_").rsplit(".", 1)
     frame = {"frame": hyper.pop("frame")} if "frame" in hyper else {}
@@ -62,11 +64,13 @@ def build(block: str, context: int, **shape) -> GPT:
     return GPT(config, functools.partial(getattr(importlib.import_module(module), name), **hyper))
 
 
-def _settings(file: str) -> dict:
-    """A block's yaml, on top of the one that it names in its defaults."""
-    own: Any = OmegaConf.to_container(OmegaConf.load(CONFIGS / "block" / f"{file}.yaml"), resolve=True)
-    base, *_ = own.pop("defaults", ["_self_"])
-    return own if base == "_self_" else _settings(base) | own
+def _settings(block: str, changes: list[str]) -> dict:
+    """The block's settings as the command line makes them."""
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        section: Any = OmegaConf.to_container(
+            compose("train", expanded([f"block={block}", *changes])).block, resolve=True
+        )
+    return section
 
 
 def training_step(

@@ -13,11 +13,18 @@ from pathlib import Path
 
 import numpy as np
 
-from polarlm.verdict.comparison import EQUIVALENT, NOT_SHOWN, Comparison, compare_seeds
-from polarlm.verdict.documents import compare_documents, compare_seeds_and_documents
+from polarlm.verdict.comparison import (
+    EQUIVALENT,
+    NOT_SHOWN,
+    Comparison,
+    adjust,
+    compare_seeds,
+    equivalence_power,
+    power,
+    smallest_effect,
+)
 from polarlm.verdict.evidence import Evidence, evidence_of_mean
-from polarlm.verdict.family import adjust
-from polarlm.verdict.power import equivalence_power, power, smallest_effect
+from polarlm.verdict.per_document import compare_documents, compare_seeds_and_documents
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "statistics.md"
 SPREAD = 0.01  # of a seed's loss, in bits per byte

@@ -23,10 +23,9 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from polarlm.locations import CONFIGS
-from polarlm.training.fit import fit
 from polarlm.training.job import Job, build_job
+from polarlm.training.loop import fit, quiet_libraries
 from polarlm.training.optimisers import build_optimiser
-from polarlm.training.quiet import quiet_libraries
 
 
 def composed(overrides: list[str], steps: int) -> dict:

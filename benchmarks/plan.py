@@ -30,8 +30,7 @@ def planned_and_resident(block: str, context: int, windows: int) -> tuple[float,
     from polarlm.model import GPT
     from polarlm.model.build import build_model
     from polarlm.training.optimisers import build_optimiser
-    from polarlm.training.planning.devices import Shape, device_memory
-    from polarlm.training.planning.memory import step_memory
+    from polarlm.training.planning.memory import Shape, device_memory, step_memory
 
     for module in (directions, passes):
         vars(module)["takes_pass"] = lambda x: False  # torch's own operators, which the plan counts and a GPU uses

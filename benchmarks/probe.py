@@ -28,9 +28,9 @@ from polarlm.diagnostics import run_probe
 from polarlm.locations import CONFIGS
 from polarlm.training.callbacks import probe_batch
 from polarlm.training.job import Job, build_job
-from polarlm.training.loggers.build import build_loggers, finish_loggers
+from polarlm.training.loggers import build_loggers, finish_loggers
+from polarlm.training.loop import quiet_libraries
 from polarlm.training.optimisers import build_optimiser
-from polarlm.training.quiet import quiet_libraries
 
 
 def measure(overrides: list[str], rounds: int, steps: int, compiled: bool) -> dict[str, float | str]:

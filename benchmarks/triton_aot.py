@@ -45,6 +45,7 @@ VARIANTS = {
     "everything": Variant(decays=True, packed=True, forgets=True),
     "fox": Variant(learned=False, forgets=True, fox=True),
 }
+PRODUCT = re.compile(r"[HQIU]\w*MMA|UTC\w*MMA")  # matrix instructions
 Blocks = tuple[int, int, int, int]  # queries, keys, warps, stages
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -66,6 +67,7 @@ class Usage:
     shared: int
     spills: int
     per_pair: float  # instructions of the main loop, per query-key pair
+    multiplied_by: str  # its matrix instructions: HMMA, of a warp; HGMMA (wgmma), UTCHMMA (tensor memory)
     spills_per_loop: int  # loads and stores of spilled registers, in the loop that has most of them
 
 
@@ -145,9 +147,11 @@ def compile_kernel(
     loops = loops_of_products(compiled.asm["cubin"])
     spilled = max(sum(instruction.startswith(("LDL", "STL")) for instruction in loop) for loop in loops)
     # Of several forms the shortest is the one that mostly runs.
-    per_pair = len(min(loops, key=len)) / pairs_per_thread
+    main_loop = min(loops, key=len)
+    per_pair = len(main_loop) / pairs_per_thread
+    matrix = "+".join(sorted({x[0] for x in map(PRODUCT.match, main_loop) if x}))
     shared = compiled.metadata.shared
-    return Usage(name, variant, head_dim, dtype, sm, *launch, registers, shared, spills, per_pair, spilled)
+    return Usage(name, variant, head_dim, dtype, sm, *launch, registers, shared, spills, per_pair, matrix, spilled)
 
 
 def _tool(name: str, cubin: bytes, *options: str) -> str:
@@ -185,14 +189,13 @@ def loops_of_products(cubin: bytes) -> list[list[str]]:
         target = re.match(r"BRA\S*.*`\((\.L\w+)\)", instruction)
         if target and labels[target[1]] < at:
             loops.append(instructions[labels[target[1]] : at + 1])
-    product = re.compile(r"[HQIU]\w*MMA|UTC\w*MMA")
     loops = [loop for loop in loops if not any(x.startswith("EXIT") for x in loop)]
-    return [loop for loop in loops if any(product.match(x) for x in loop)]
+    return [loop for loop in loops if any(PRODUCT.match(x) for x in loop)]
 
 
 HEAD = (
     "| kernel | variant | head | dtype | sm | queries × keys | warps | stages | registers | shared | spills | "
-    "per pair |"
+    "per pair | products |"
 )
 
 
@@ -201,7 +204,7 @@ def line(used: Usage) -> str:
     u = used
     return (
         f"| {u.kernel} | {u.variant} | {u.head_dim} | {u.dtype} | {u.sm} | {u.block_q} × {u.block_k} | {u.warps} | "
-        f"{u.stages} | {u.registers} | {u.shared / 1024:.1f} KB | {u.spills} | {u.per_pair:.1f} |"
+        f"{u.stages} | {u.registers} | {u.shared / 1024:.1f} KB | {u.spills} | {u.per_pair:.1f} | {u.multiplied_by} |"
     )
 
 

@@ -2,11 +2,16 @@
 
 from typing import TYPE_CHECKING, Any
 
+from polarlm.processor import avoid_broken_tiles
+
 if TYPE_CHECKING:
     from polarlm.model.layers import PolarBlock, PolarSelfAttention
 
 __version__ = "0.1.0"
 __all__ = ["PolarBlock", "PolarSelfAttention"]
+
+
+avoid_broken_tiles()  # before torch computes anything
 
 
 def __getattr__(name: str) -> Any:

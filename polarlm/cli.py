@@ -86,19 +86,16 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> Parser:
     """All verbs; each package adds its own."""
-    from polarlm.data import commands as data
     from polarlm.jobs import sweep, trial, tune
-    from polarlm.launch import accept, doctor, export, inspect
+    from polarlm.launch import accept, commands, corpora, doctor, explain, wandb_views
     from polarlm.report import commands as report
-    from polarlm.runs import commands as runs
-    from polarlm.training.loggers import wandb_views
 
     top = Parser(prog="polarlm", description="Train, look at, use and compare runs. (--debug shows tracebacks)")
     top.add_argument("--version", action="version", version=f"polarlm {polarlm.__version__}")
     verbs = top.add_subparsers(title="verbs", metavar="verb", required=True)
     verbs.add_parser("train", help="train a run or a sweep, as python train.py does (polarlm train --help)")
     verbs.add_parser("eval", help="judge a run from its folder, as python eval.py does (polarlm eval --help)")
-    for package in (sweep, tune, runs, export, inspect, report, trial, data, doctor, accept, wandb_views):
+    for package in (sweep, tune, commands, explain, report, trial, corpora, doctor, accept, wandb_views):
         package.add_parser(verbs)
     add_study(verbs)
     return top

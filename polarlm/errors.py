@@ -16,7 +16,7 @@ class JobsLeft(Exception):
     """Jobs go on in a cluster's queue while this process ends: nothing has failed."""
 
     def __init__(self) -> None:
-        super().__init__("The jobs stay in the queue; the same command comes back to them.")
+        super().__init__("The jobs stay in the queue; the same command reconnects to them.")
 
 
 def is_wrong_input(error: BaseException) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import stat
 import tempfile
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 CACHE_VARIABLE = "POLARLM_CACHE"  # compiled code lies in a private folder of it; default: ~/.cache/polarlm
 _PACKAGE = Path(__file__).resolve().parent
@@ -34,6 +35,37 @@ def own_configs() -> Path | None:
     return folder.resolve() if folder.is_dir() and folder.resolve() != CONFIGS else None
 
 
+def shipped_default(key: str, choices: dict[str, Any]) -> Any:
+    """The default of a dotted key such as `block.nu` under the choices of a run (block=polar), or None if unknown."""
+    group, _, name = key.partition(".")
+    choice = choices.get(group)
+    value: Any = shipped_settings(group, str(choice)) if choice and name else {}
+    for step in name.split("."):
+        value = value.get(step) if isinstance(value, dict) else None
+    return value["kind"] if isinstance(value, dict) and "kind" in value else value  # of a block's part: its choice
+
+
+@cache
+def shipped_settings(group: str, choice: str) -> dict[str, Any]:
+    """The settings of configs/<group>/<choice>.yaml on top of those of the files that it starts from."""
+    path = CONFIGS / group / f"{choice}.yaml"
+    if Path(choice).name != choice or not os.path.isfile(path):
+        return {}  # a choice of the user's own, or of another version
+    from omegaconf import OmegaConf
+
+    settings: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True) or {}  # without recipe
+    merged: dict[str, Any] = {}
+    for base in settings.pop("defaults", []):
+        if isinstance(base, str) and base != "_self_":
+            merged |= shipped_settings(group, base)
+        for part, name in base.items() if isinstance(base, dict) and group == "block" else ():  # its parts
+            part = part.removeprefix("override ")
+            merged[part] = OmegaConf.to_container(OmegaConf.load(CONFIGS / group / part / f"{name}.yaml"))
+    for key, value in settings.items():
+        merged[str(key)] = {**merged[str(key)], **value} if isinstance(merged.get(str(key)), dict) else value
+    return merged
+
+
 def cache_folder() -> Path:
     """A folder for compiled code that only this user can write, in the first place that allows one.
 
@@ -58,13 +90,3 @@ def _is_private(folder: Path) -> bool:
     private = stat.S_ISDIR(own.st_mode) and own.st_uid == os.getuid() and not own.st_mode & 0o022
     shared = above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX  # others could rename it
     return private and above.st_uid in (0, os.getuid()) and not shared
-
-
-def processor() -> str:
-    """What -march=native depends on: a cache on a shared home must not serve another machine's instructions."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        keys = ("model name", "flags", "Features", "CPU implementer", "CPU part")
-        return "\n".join(dict.fromkeys(line for line in lines if line.startswith(keys)))
-    except OSError:
-        return platform.processor() + platform.machine()

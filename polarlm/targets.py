@@ -9,6 +9,7 @@ in one download. They may name classes of the group's kind and never functions, 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import yaml
 from polarlm.errors import UserError
 from polarlm.locations import CONFIGS, own_configs
 
+# Packages that shipped loggers need and that come with an extra.
+EXTRAS = {"TensorBoardLogger": "tensorboard", "MLFlowLogger": "mlflow", "TrackioLogger": "trackio"}
 TRUST_VARIABLE = "POLARLM_TRUST"  # modules of the user whose classes stored runs may build: my_blocks,other.module
 
 
@@ -62,6 +65,18 @@ def target_of(section: Any, group: str, kind: type, *, stored: bool = False) -> 
     if target not in ours and not (isinstance(target_class, type) and issubclass(target_class, kind)):
         raise UserError(f"{group}._target_={_short(target)} is not a subclass of {kind.__module__}.{kind.__qualname__}")
     return target_class, options
+
+
+def require_packages(config: dict[str, Any]) -> None:
+    """Refuse a logger whose package is not installed."""
+    for group in ("logger", "callbacks"):
+        for name, section in (config.get(group) or {}).items():
+            needed = EXTRAS.get(str(section.get("_target_")).rpartition(".")[2])
+            if needed and importlib.util.find_spec(needed) is None:
+                raise UserError(
+                    f"{group}={name} needs the {needed} package, which is not installed: "
+                    f"pip install 'polarlm[{needed}]', or choose logger=wandb, logger=csv or logger=none"
+                )
 
 
 def _is_plain(value: Any) -> bool:

@@ -11,8 +11,9 @@ from polarlm.errors import UserError, did_you_mean
 from polarlm.jobs.engine import Policy
 from polarlm.jobs.places import Here, add_place_options, chosen_place
 
+A100_FLOPS = 312e12 / 4  # dense bf16 peak at the utilisation that docs/gpu.md assumes for 19 M parameters
 EPILOG = """examples
-  python -m polarlm study all                          the whole plan; the same command goes on where it was stopped
+  python -m polarlm study all                          the whole plan; the same command resumes it
   python -m polarlm study baselines --budget 90m       one question, at most 90 minutes today
   python -m polarlm study --quick                      three blocks, two seeds, about ten minutes
   python -m polarlm study all --plan                   what would be done
@@ -74,6 +75,7 @@ def run_study(options: argparse.Namespace) -> int:
     place = chosen_place(options, options.runs / ".study", [question.settings for question in questions])
     print_study_plan(study, place)
     if options.plan:
+        print_sizes(study)
         return 0
     complete = study.run(place, seconds, Policy(options.stop_on_failure, options.retries))
     pages = write_pages(study)
@@ -121,11 +123,23 @@ def print_study_plan(study: Any, place: Any) -> None:
         print(f"   {words}", flush=True)
 
 
+def print_sizes(study: Any) -> None:
+    """Parameters of every variant, and the work of a run in FLOPs: hours on any machine of known speed."""
+    from study.run import sizes
+
+    for where, lines in sizes(study).items():
+        print(f"   {where}", flush=True)
+        for variant, parameters, flops in lines:
+            gpu = f", {flops / A100_FLOPS / 3600:.1f} h" if flops / A100_FLOPS > 360 else ""
+            print(f"     {variant:<26} {parameters:>12,} parameters  {flops:.2g} FLOPs{gpu}", flush=True)
+    print(f"   (hours at {A100_FLOPS / 1e12:.0f} TFLOP/s: an A100's bf16 peak at a quarter use; not measured)")
+
+
 def print_state(study: Any, complete: bool, summaries: Path) -> None:
     """What there is now, and what to type next."""
     waiting = study.waiting()
     failed = f", {len(study.failed)} failed (logs: {study.runs_dir}/.study/logs)" if study.failed else ""
-    state = "The plan is carried out" if complete else f"{len(waiting)} jobs are left{failed}; the same command goes on"
+    state = "The plan is carried out" if complete else f"{len(waiting)} jobs are left{failed}; run it again to continue"
     # results.md is written from docs/study; the rows of a first look stay with its runs.
     for_results = summaries == Path("docs") / "study"
     use = "; python -m polarlm study results writes docs/results.md from them" if for_results else ""

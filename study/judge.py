@@ -11,10 +11,9 @@ from typing import Any
 
 from polarlm.errors import UserError
 from polarlm.runs.reading import Run
-from polarlm.verdict.comparison import Comparison, compare_seeds
+from polarlm.verdict.comparison import Comparison, adjust, compare_seeds
 from polarlm.verdict.currencies import Gain
-from polarlm.verdict.estimates import Estimate, estimate_mean
-from polarlm.verdict.family import adjust
+from polarlm.verdict.evidence import Estimate, estimate_mean
 from polarlm.verdict.groups import Group, group_runs
 from polarlm.verdict.headline import headline
 from polarlm.verdict.judgement import Judgement, judge_groups, seed_losses

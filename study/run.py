@@ -159,11 +159,15 @@ def write_pages(study: Study) -> list[Path]:
 
 
 def estimate(study: Any, at_once: int, threads: int) -> str:
-    """A sentence, or nothing where nothing is left."""
+    """A sentence, or nothing where nothing is left or what is left needs a GPU that is not here."""
+    import torch
+
+    from polarlm.columns import clock
     from polarlm.jobs.estimate import seconds_of_jobs
-    from polarlm.training.loggers.short_numbers import clock
 
     left = list(missing(study).values())
+    if not torch.cuda.is_available() and any(config["trainer"]["accelerator"] == "gpu" for config in left):
+        return ""
     seconds = seconds_of_jobs(left, threads) if left else None
     if not seconds:
         return ""
@@ -171,6 +175,25 @@ def estimate(study: Any, at_once: int, threads: int) -> str:
         f"about {clock(sum(seconds) / at_once)} of training for {len(left)} runs, {at_once} at a time "
         "(a few measured steps; validation and starting come on top)"
     )
+
+
+def sizes(study: Any) -> dict[str, list[tuple[str, int, float]]]:
+    """question/part → (variant, parameters, training FLOPs of a run), with vocabularies of their likely sizes."""
+    from polarlm.jobs.estimate import likely_vocabulary
+    from polarlm.training.batching import plan_run
+    from polarlm.training.planning.plan import untouched_model
+
+    found: dict[str, list[tuple[str, int, float]]] = {}
+    for question in study.questions:
+        for name, part in question.parts.items():
+            lines = found.setdefault(f"{question.name}/{name}", [])
+            for variant in part.variants:
+                config = study.planner.job(question, name, variant, "seeds", None, question.seeds_of(part)[0]).config
+                model = untouched_model(config, likely_vocabulary(config))
+                tokens = plan_run(config)[1] * config["trainer"]["batch_tokens"]
+                work = model.flops_per_token(config["model"]["context"]) * tokens
+                lines.append((variant, model.parameter_count(), float(work)))
+    return found
 
 
 def missing(study: Any) -> dict[str, dict[str, Any]]:

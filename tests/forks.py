@@ -9,7 +9,7 @@ from typing import Any
 
 PRELOAD = [
     "tests.quickly", "torch", "lightning.pytorch", "hydra", "datasets", "polarlm.launch.train", "polarlm.training.loop",
-    "polarlm.training.fit", "polarlm.training.module", "polarlm.training.checkpointing", "polarlm.training.incidents",
+    "polarlm.training.loop", "polarlm.training.module", "polarlm.training.checkpointing", "polarlm.training.incidents",
     "polarlm.training.sharding", "polarlm.evaluation.generate", "torch.distributed.fsdp", "tests.warm",
 ]  # fmt: skip
 

@@ -10,11 +10,10 @@ from omegaconf import OmegaConf
 
 from polarlm.data.config import DataConfig, SplitConfig
 from polarlm.launch.check import check_train
-from polarlm.locations import CONFIGS
+from polarlm.locations import CONFIGS, shipped_settings
 from polarlm.model import GPTConfig
 from polarlm.training.batching import plan_batches, total_steps
 from polarlm.training.schedules import build_schedule
-from polarlm.verdict.defaults import shipped_settings
 
 GROUPS = ("model", "data", "tokenizer", "optim", "schedule", "trainer", "logger", "callbacks", "diagnostics", "recipe")
 
@@ -76,10 +75,24 @@ def test_the_help_names_the_command_that_was_typed(monkeypatch, capsys):
         assert max(map(len, choices.splitlines())) <= 80
 
 
+def test_the_help_lists_the_papers_blocks_before_baselines_and_others():
+    from polarlm.launch.entry import help_text
+    from polarlm.launch.overrides import config_loader
+
+    blocks = help_text(config_loader(), "train").partition("  block: ")[2].partition("\n  callbacks: ")[0].split()
+    heads = [blocks.index(word) for word in ("baselines:", "others:")]
+    names = [word.rstrip(",") for word in blocks]
+    assert names[: heads[0]] == ["polar", "polar_literal", "polar_paper"]
+    assert {"standard", "xsa_strong"} <= set(names[heads[0] : heads[1]])
+    assert sorted({*names} - {"baselines:", "others:"}) == choices("block")
+
+
 @pytest.mark.parametrize("choice", [f"{group}={name}" for group in (*GROUPS, "block") for name in choices(group)])
 def test_every_shipped_setting_has_a_rule_and_keeps_its_value(choice):
     """A new key of a group needs a line in its schema: launch/schema.py, data/config.py, model/config.py."""
-    config = composed(choice)
+    # A mixture alone is refused: its parts are chosen with it.
+    parts = ("+data@data.parts.code=pydocs", "++data.weights={code:1}") if choice == "data=mixture" else ()
+    config = composed(choice, *parts)
     if choice.startswith("model="):
         config["trainer"]["batch_tokens"] = 8 * config["model"]["context"]
     config["cache_dir"] = "cache"
@@ -122,6 +135,8 @@ def test_the_yaml_that_is_named_after_a_file_has_the_defaults_of_its_class(group
                 break
         both = settings.keys() & defaults.keys()
         plain = {key: list(d) if isinstance(d, tuple) else d for key, d in defaults.items()}
-        assert {key: settings[key] for key in both} == {key: plain[key] for key in both}, f"{group}={choice}"
+        shipped = {key: settings[key] for key in both}  # of a block's part its choice
+        shipped = {k: v["kind"] if isinstance(v, dict) and "kind" in v else v for k, v in shipped.items()}
+        assert shipped == {key: plain[key] for key in both}, f"{group}={choice}"
         compared += len(both)
     assert compared

@@ -29,6 +29,11 @@ def test_the_site_builds_without_a_warning(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
     built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert built.returncode == 0 and "WARNING" not in built.stderr, built.stderr
+    paper = (tmp_path / "site" / "paper" / "index.html").read_text(encoding="utf-8")
+    assert "<math" in paper and "arithmatex" not in paper  # a formula needs no script
+    assert not re.findall(
+        r"<(?:script|link rel=.stylesheet.)[^>]*(?:src|href)=.https?:", paper
+    )  # and the page no network
     api = (tmp_path / "site" / "api" / "index.html").read_text(encoding="utf-8")
     assert all(name in api for name in ("PolarAttention", "GPTConfig", "run_probe", "compare_seeds", "RTFilter"))
 

@@ -14,7 +14,7 @@ import polarlm.jobs.places
 import polarlm.launch.entry
 import polarlm.launch.evaluate
 import polarlm.launch.match
-import polarlm.launch.table
+import polarlm.launch.train
 import polarlm.report.figure
 import polarlm.training.loggers.progress
 import polarlm.training.optimisers.adamw

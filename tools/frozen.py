@@ -51,9 +51,13 @@ def main() -> int:
         print(f"No case begins with {' or '.join(options.cases)}; the table has: {', '.join(known['cases'])}")
         return 2
     if options.write:
-        cases = current if not options.cases else {**known["cases"], **current}
+        cases, place = current, machine()
+        if options.cases and known["cases"]:  # the others keep the machine that they were frozen on
+            place = known["machine"]
+            own = {} if place == machine() else {"machine": machine()}
+            cases = {**known["cases"], **{name: {**case, **own} for name, case in current.items()}}
         rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(case)}" for name, case in sorted(cases.items()))
-        options.out.write_text(f'{{"machine": {json.dumps(machine())},\n "cases": {{\n{rows}\n}}}}\n')
+        options.out.write_text(f'{{"machine": {json.dumps(place)},\n "cases": {{\n{rows}\n}}}}\n')
         print(f"Froze {len(current)} cases in {options.out}.")
         return 0
     return report(frozen, current, wanted(frozen["cases"], options.cases))
@@ -69,7 +73,7 @@ def report(frozen: dict[str, Any], current: dict[str, Case], names: list[str]) -
         before, now = frozen["cases"][name], current.get(name)
         if now is None:
             different.append(f"{name}: this case is gone")
-        elif same_machine and before["hash"] != now["hash"]:
+        elif before.get("machine", frozen["machine"]) == machine() and before["hash"] != now["hash"]:
             change = now["loss"] - before["loss"]
             different.append(f"{name}: other bits (loss {before['loss']:.6f} → {now['loss']:.6f}, {change:+.1e})")
         elif not abs(now["loss"] - before["loss"]) <= AMPLIFIES.get(name.rpartition("/")[0], ELSEWHERE):
@@ -117,8 +121,10 @@ def compute(prefixes: list[str]) -> Iterable[tuple[str, Case]]:
     """Every wanted case, one after the other."""
     import torch
 
+    from polarlm.block_keys import VARIANTS
+
     torch.set_num_threads(1)
-    names = sorted(path.stem for path in (ROOT / "configs" / "block").glob("*.yaml"))
+    names = sorted([*(path.stem for path in (ROOT / "configs" / "block").glob("*.yaml")), *VARIANTS])
     started = time.time()
     for block in names:
         for path in ("fast", "reference"):
@@ -144,11 +150,12 @@ def small_model(block: str, path: str) -> tuple[Any, Any]:
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
+    from polarlm.block_keys import expanded
     from polarlm.model.build import build_model
 
     sizes = ["model.d_model=64", "model.n_layer=3", "model.n_head=4", "model.n_kv_head=2", "model.context=48"]
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        config: Any = OmegaConf.to_container(compose("train", [f"block={block}", *sizes]), resolve=True)
+        config: Any = OmegaConf.to_container(compose("train", expanded([f"block={block}", *sizes])), resolve=True)
     torch.manual_seed(1)
     if path == "reference" and "backend" in config["block"]:
         config["block"]["backend"] = "reference"

@@ -18,10 +18,14 @@ PROBE_CHANNELS = 4096  # over all rows: narrow models need more rows for a mean 
 
 @torch.no_grad()
 def calibrate(mixer: Mixer) -> None:
-    """Scale `mixer.out` so that a random stream comes out with RMS ATTENTION_RMS / sqrt(2L); gpt2 has no such rule."""
+    """Scale `mixer.out` so that a random stream comes out with RMS ATTENTION_RMS / sqrt(2L); gpt2 has no such rule.
+
+    It is measured with a step size of 1: another alpha makes a fresh block's step larger or smaller, as it says.
+    """
     if mixer.shape.init != "width" or not mixer.calibrated or mixer.out.weight.is_meta:
         return
-    measured = probe_rms(mixer)
+    with mixer.unit_step():
+        measured = probe_rms(mixer)
     if 0 < measured < float("inf"):  # maps that start at zero stay there
         mixer.out.weight.mul_(ATTENTION_RMS / (2 * mixer.shape.n_layer) ** 0.5 / measured)
 

@@ -5,6 +5,8 @@ Shapes: B batch, T new tokens, S tokens attended to (cache included), H query he
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,14 +91,10 @@ class TokenContext:
     shared: dict[str, Tensor] = field(default_factory=dict)  # what one layer of a pass hands to the later ones
 
 
-STREAM_PROJECTIONS = ("none", "attention", "both")  # which branches add only what is orthogonal to the stream
-
-
 class Mixer(nn.Module):
     """A causal map (B, T, d_model) -> (B, T, d_model); subclasses write `forward` and `flops_per_token`."""
 
     pre_norm = True  # False: the block hands over the raw residual stream
-    project_stream = "none"  # one of STREAM_PROJECTIONS
     tie_output = False  # True: W_o is not a matrix of its own but W_v transposed
     rotate_values = False  # True: values are transported like keys; diagnostics compares directions in one frame
     normalised_weights = True  # False: recorded weights do not sum to 1 (sigmoid attention); W v = mean holds for all
@@ -120,6 +118,11 @@ class Mixer(nn.Module):
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         """Mix tokens causally."""
         raise NotImplementedError
+
+    @contextlib.contextmanager
+    def unit_step(self) -> Iterator[None]:
+        """Step with a size of 1 meanwhile; for mixers that have a step size."""
+        yield
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> KeyValueCache:
         """An empty cache for `length` tokens."""

@@ -8,8 +8,9 @@ complex modes. Products are real: <a, b> = Re a^H b.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -18,12 +19,12 @@ from torch import Tensor, nn
 
 from polarlm.attention.additions import HeadGate, ValueResidual
 from polarlm.attention.content_transport import TRANSPORTS, CommonFrame, ContentTransport
-from polarlm.attention.estimator import FRACTIONS, Estimator, Value, choice
+from polarlm.attention.estimator import FRACTIONS, Estimator, Positive, Value, choice
 from polarlm.attention.filter import gate_flops, record_estimate, robust_flops, widening_flops
 from polarlm.attention.forgetting import forget_gate
 from polarlm.attention.frequencies import Frequencies
 from polarlm.attention.initialisation import linear
-from polarlm.attention.mixer import STREAM_PROJECTIONS, KeyValueCache, Mixer, MixerShape, TokenContext, mean_visible
+from polarlm.attention.mixer import KeyValueCache, Mixer, MixerShape, TokenContext, mean_visible
 from polarlm.attention.polar_inputs import project_inputs, turned_inputs
 from polarlm.attention.polar_noise import (
     PARAMETERS,
@@ -60,9 +61,26 @@ from polarlm.attention.robust import (
 )
 from polarlm.attention.tied_output import make_orthonormal, tied_output
 from polarlm.attention.uncertainty import prior_of, remembered, unused_here
+from polarlm.block_keys import PARTS, flat_block
+from polarlm.errors import UserError
 from polarlm.geometry import project
 from polarlm.geometry.multihead import PROJECTIONS, Projection, tangent_step
 from polarlm.geometry.sphere import Field, on_sphere
+
+Part = str | Mapping[str, Any]
+
+
+def given_settings(parts: Mapping[str, Part], symbols: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts' settings and the symbols as one mapping."""
+    chosen = {name: dict(part) if isinstance(part, Mapping) else {"kind": part} for name, part in parts.items()}
+    flat = flat_block(chosen)
+    for name, value in symbols.items():
+        for key in {"nu": ("nu_t",), "eta": ("eta_tq", "eta_tk")}.get(name, (name,)):
+            if key not in flat or key in chosen:
+                raise UserError(f"block.{name} is no setting of the polar block.")
+            if not any(key in part for part in chosen.values()):
+                flat[key] = value
+    return {key: value for key, value in flat.items() if key not in ("project_stream", "frozen", "backend")}
 
 
 class PolarAttention(Mixer):
@@ -72,6 +90,29 @@ class PolarAttention(Mixer):
     """
 
     def __init__(
+        self,
+        shape: MixerShape,
+        inputs: Part = "sphere",
+        transport: Part = "rotary",
+        precision: Part = "magnitude",
+        influence: Part = "student",
+        forgetting: Part = "content",
+        aggregate: Part = "mean",
+        radial: Part = "none",
+        step: Part = "tangent",
+        output: Part = "free",
+        frozen: Sequence[str] = ("alpha", "nu_t"),
+        backend: str = "auto",
+        **symbols: Any,
+    ) -> None:
+        """Every part is the name of a choice or {kind: its name, setting: value, …}.
+
+        `symbols` are the paper's (nu, eta, mu, alpha, beta, m_inf) and the finer settings of the chosen parts.
+        """
+        parts = dict(zip(PARTS, (inputs, transport, precision, influence, forgetting, aggregate, radial, step, output)))
+        self._set_up(shape, **given_settings(parts, symbols), frozen=list(frozen), backend=backend)
+
+    def _set_up(
         self,
         shape: MixerShape,
         kernel: str = "student",
@@ -90,7 +131,6 @@ class PolarAttention(Mixer):
         uncertainty: str | bool = "none",
         projector: str = "real",
         tie_output: bool = False,
-        project_stream: str = "attention",
         norm_position: str = "both",
         norm_scope: str = "per_head",
         norm_gain: str = "none",
@@ -147,7 +187,6 @@ class PolarAttention(Mixer):
         )
         self.uncertainty = check_uncertainty(uncertainty, projection)
         self.projector = cast(Field, choice("projector", projector, ("real", "complex")))
-        self.project_stream = choice("project_stream", project_stream, STREAM_PROJECTIONS)
         self.alpha_over_m, self.irls_steps = alpha_over_m, check_iterations(irls_steps, kernel)
         self.evidence_clamp = None if evidence_clamp is None else at_least("evidence_clamp", evidence_clamp, 0)
         self.lift, self.rotate_values, self.backend = check_lift(lift), rotate_values, backend
@@ -310,6 +349,16 @@ class PolarAttention(Mixer):
         of_keys = replace(call, v=call.k, radial_mode="off", radial_correlation="qk", dropout=0.0, return_weights=False)
         _, q = on_sphere(robust_attention(of_keys, self.backend).v_bar, parameters["radius"] * 0.5**0.5)
         return replace(call, q=q)
+
+    @contextlib.contextmanager
+    def unit_step(self) -> Iterator[None]:
+        """With alpha = 1: W_o is scaled for that, so alpha is the size of the step and not cancelled by W_o."""
+        own: Any = self.estimator["alpha"]
+        self.estimator["alpha"] = Positive(torch.ones_like(own().detach()), learn=own.raw.requires_grad)
+        try:
+            yield
+        finally:
+            self.estimator["alpha"] = own
 
     def without_effect(self) -> set[str]:
         """Settings that the others leave no use for."""

@@ -26,7 +26,7 @@ from polarlm.attention.filter import record_estimate, robust_flops
 from polarlm.attention.frequencies import Frequencies, Turns
 from polarlm.attention.initialisation import linear
 from polarlm.attention.mixer import Mixer, MixerShape, TokenContext, merge_heads, split_heads
-from polarlm.attention.robust import PLAIN_KERNELS, DirectionalNoise, RobustCall, robust_attention
+from polarlm.attention.robust import PLAIN_KERNELS, AttentionOutput, DirectionalNoise, RobustCall, robust_attention
 from polarlm.geometry.sphere import on_sphere
 from polarlm.geometry.transport import rotate
 
@@ -126,14 +126,23 @@ class RobustFilterAttention(Mixer):
             dropout=self.shape.dropout if self.training else 0.0,
             return_weights=record is not None,
         )
-        output = robust_attention(call, self.backend if record is None else "reference")
+        output = self.attend(call)
         v_bar = rotate(output.v_bar, *turns.queries, inverse=True) if self.rotate_values else output.v_bar
+        update = self.update(v_bar, v)
         if record is not None:
-            record.update(q=q, k=k, v=v, v_bar=v_bar, update=v_bar, params=parameters, **turns.recorded())
+            record.update(q=q, k=k, v=v, v_bar=v_bar, update=update, params=parameters, **turns.recorded())
             record_estimate(record, output)
         if self.head_gate is not None:
-            v_bar = v_bar * self.head_gate(x).transpose(1, 2).unsqueeze(-1)
-        return self.out(merge_heads(v_bar))
+            update = update * self.head_gate(x).transpose(1, 2).unsqueeze(-1)
+        return self.out(merge_heads(update))
+
+    def attend(self, call: RobustCall) -> AttentionOutput:
+        """The robust attention of a call, by the backend that may take it."""
+        return robust_attention(call, "reference" if call.return_weights else self.backend)
+
+    def update(self, v_bar: Tensor, own: Tensor) -> Tensor:
+        """What leaves the heads, from the estimates (B, H, T, Dh) and the tokens' own values (B, G, T, Dh)."""
+        return v_bar
 
     def noise(self, parameters: dict[str, Tensor]) -> DirectionalNoise:
         """Variances from the scalars."""

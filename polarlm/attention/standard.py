@@ -7,12 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polarlm.attention.additions import HeadGate, ValueResidual
-from polarlm.attention.estimator import Value, choice
+from polarlm.attention.estimator import Value
 from polarlm.attention.forgetting import fading, forget_gate
 from polarlm.attention.frequencies import Frequencies, Turns
 from polarlm.attention.initialisation import linear
 from polarlm.attention.mixer import (
-    STREAM_PROJECTIONS,
     Mixer,
     MixerShape,
     TokenContext,
@@ -37,7 +36,6 @@ class StandardAttention(Mixer):
         frequencies: str = "shared",
         head_gate: bool = False,
         value_residual: bool = False,
-        project_stream: str = "none",
         qk_gain: float = 1.0,
         forgetting: str = "none",
         forget_bias: Value = 0.0,
@@ -45,7 +43,6 @@ class StandardAttention(Mixer):
         super().__init__(shape)
         if qk_gain != 1 and not qk_norm:
             raise UserError(f"block.qk_gain={qk_gain:g} is where QK-norm's gains start; it needs block.qk_norm=true.")
-        self.project_stream = choice("project_stream", project_stream, STREAM_PROJECTIONS)
         self.frequencies = Frequencies(frequencies, shape, shape.head_dim)
         self.rotate_values = rotate_values
         self.heads = (shape.n_head, shape.n_kv_head, shape.n_kv_head)  # of q, k, v

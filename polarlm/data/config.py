@@ -30,7 +30,7 @@ class SplitConfig:
 class HubConfig:
     """A Hugging Face dataset: repository, configuration, pinned revision, and which of its splits are ours."""
 
-    name: str = ""
+    name: str = setting("", pattern=r"(?!(.*/)?\.{1,2}(/|$)).*", like="a dataset of the hub, like owner/name")
     config: str | None = None
     revision: str | None = None
     splits: Mapping[str, str | None] = setting(lambda: {"train": "train"})
@@ -118,10 +118,15 @@ def read_data_config(given: Mapping[str, Any]) -> DataConfig:
 
 def require_parts(parts: dict[str, Any], weights: dict[str, float]) -> None:
     """Refuse a mixture without parts, or with parts that have no weight or are no text."""
-    if not parts or set(parts) != set(weights):
+    if not parts:
+        raise UserError(
+            "A mixture needs parts: data=mixture +data@data.parts.code=pydocs +data@data.parts.plays=shakespeare "
+            "data.weights={code:0.7,plays:0.3}, or choose another data=…"
+        )
+    if set(parts) != set(weights):
         raise UserError(
             f"data.weights must give a positive weight to every part: data.parts has {sorted(parts)}, data.weights has "
-            f"{weights}. For example data.weights={{{', '.join(f'{name}: 1' for name in sorted(parts) or ['name'])}}}."
+            f"{weights}. For example data.weights={{{', '.join(f'{name}: 1' for name in sorted(parts))}}}."
         )
     for name, part in parts.items():
         if read_data_config(part).probe is not None:

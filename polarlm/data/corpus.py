@@ -338,9 +338,8 @@ def _texts(source: Source, plan: SplitPlan, train_only: bool) -> Iterator[str]:
 
 
 def _expected_bytes(source: Source) -> int | None:
-    hints = [unit.size_hint() for unit in source.units]
-    sizes = [hint for hint in hints if hint is not None]
-    total = sum(sizes) if len(sizes) == len(hints) else None
+    sizes = [unit.size for unit in source.units if unit.size is not None]
+    total = sum(sizes) if len(sizes) == len(source.units) else None
     limit = source.config.max_bytes
     return min(total, limit) if total is not None and limit else limit or total
 

@@ -10,15 +10,14 @@ import os
 import shutil
 import sys
 import urllib.request
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from polarlm.data.atomic import explained, file_sha256, locked
 from polarlm.data.config import DataConfig
-from polarlm.data.readers import Piece, checked_text, documents_by_heading, file_units, pieces_of
+from polarlm.data.readers import Unit, file_units
+from polarlm.data.tables import dataset_pieces
 from polarlm.errors import UserError
 from polarlm.network import reachable
 from polarlm.visible import say_once
@@ -123,44 +122,7 @@ def hub_tokenizer(config: TokenizerConfig) -> Path:
         ) from None
 
 
-@dataclass(frozen=True)
-class HubUnit:
-    """One split of a hub dataset as a stream of document pieces."""
-
-    name: str
-    split: str | None
-    hub_split: str
-    config: DataConfig
-
-    shard: tuple[int, int] = (1, 0)  # (number of shards, this one), where a dataset is streamed
-
-    def size_hint(self) -> int | None:
-        """Unknown before the rows are read."""
-        return None
-
-    def pieces(self) -> Iterator[Piece]:
-        """Every document of the split, in the dataset's order."""
-        rows = self._rows()
-        heading = self.config.document_start
-        for text in documents_by_heading(rows, heading) if heading else rows:
-            yield from pieces_of([text])
-
-    def _rows(self) -> Iterator[str]:
-        column = self.config.column
-        dataset = open_dataset(self.config, self.hub_split)
-        if self.shard[0] > 1:
-            dataset = dataset.shard(*self.shard)
-        names = dataset.column_names
-        if names is not None and column not in names:
-            raise UserError(f"{self.name} has no column {column!r} (it has: {', '.join(names)}); set data.column.")
-        number = 0
-        for batch in dataset.select_columns([column]).iter(batch_size=256):
-            for value in batch[column]:
-                yield checked_text(value, f"{self.name} row {number}", self.config)
-                number += 1
-
-
-def hub_units(config: DataConfig) -> list[HubUnit]:
+def hub_units(config: DataConfig) -> list[Unit]:
     """The splits of a hub dataset that a corpus uses, file by file where it is streamed."""
     hub = config.hub
     assert hub is not None
@@ -171,8 +133,15 @@ def hub_units(config: DataConfig) -> list[HubUnit]:
         shards = open_dataset(config, theirs).num_shards if _streamed(config) else 1
         for number in range(shards):
             name = f"{hub.name}:{theirs}" + (f":{number}" if shards > 1 else "")
-            units.append(HubUnit(name, ours if has_splits else None, theirs, config, (shards, number)))
+            opened = functools.partial(_shard, config, theirs, shards, number)
+            pieces = functools.partial(dataset_pieces, opened, name, "dataset", config)
+            units.append(Unit(name, ours if has_splits else None, pieces))
     return units
+
+
+def _shard(config: DataConfig, split: str, shards: int, number: int) -> Any:
+    dataset = open_dataset(config, split)
+    return dataset.shard(shards, number) if shards > 1 else dataset
 
 
 def hub_identity(config: DataConfig) -> str:

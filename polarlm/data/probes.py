@@ -79,11 +79,13 @@ class Recall(ProbeTask):
     """Multi-query associative recall (Arora et al. 2023, "Zoology"): pairs k v, then keys again; what was their value?
 
     `pairs` keys with their values open the example; later every key comes once more, at distances that follow the
-    paper's power law, and its value is asked for. Everything else is the filler ".".
+    paper's power law, and its value is asked for. Everything else is the filler ".", or, as published, random symbols;
+    one that happens to be a key of the example stays ".", so that every key is asked for once.
     """
 
     pairs: int = setting(4, at_least=1)
     keys: int = setting(64, at_least=1, at_most=1 << 13)
+    random_filler: bool = False
 
     def __post_init__(self) -> None:
         if self.pairs > self.keys:
@@ -111,6 +113,9 @@ class Recall(ProbeTask):
         law = -0.99 * np.log(np.arange(gaps) + 1.0)
         queries = 2 * self.pairs + 2 * _distinct(chance, count, gaps, self.pairs, law)
         tokens = np.full((count, self.length), filler)
+        if self.random_filler:
+            drawn = chance.integers(first_key, len(self.words), tokens.shape)
+            tokens = np.where((drawn[..., None] == keys[:, None]).any(-1), filler, drawn)
         tokens[:, 0 : 2 * self.pairs : 2], tokens[:, 1 : 2 * self.pairs : 2] = keys, values
         tokens[rows, queries] = keys
         return tokens

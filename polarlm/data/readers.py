@@ -1,4 +1,4 @@
-"""Files of text as documents: text, .jsonl, .csv, tables and saved datasets, each a stream of bounded pieces."""
+"""Files of text as documents: text, .jsonl, .csv and tables, packed or not, each a stream of bounded pieces."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ import json
 import os
 import re
 import shutil
-import struct
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from polarlm.data.atomic import Expanded, allowed_bytes, allowed_in_memory, explained, file_sha256, require_allowed
+from polarlm.data.atomic import Expanded, allowed_bytes, explained, file_sha256, require_allowed
 from polarlm.data.config import DataConfig
 from polarlm.errors import UserError
 
@@ -42,6 +41,17 @@ class Piece:
     first: bool = True
     last: bool = True
     split: str | None = None
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A file, or a split of a dataset or of a task: `pieces` reads its text from the beginning, again and again."""
+
+    name: str
+    split: str | None
+    pieces: Callable[[], Iterator[Piece]]
+    size: int | None = None  # bytes of text, as far as anybody knows before it is read
+    fingerprint: Callable[[], str] = str  # of files: changes when their content changes
 
 
 def cut_point(text: str, limit: int) -> int:
@@ -105,6 +115,13 @@ def documents_by_heading(rows: Iterable[str], heading: str, where: str = "a docu
         yield "".join(current)
 
 
+def row_pieces(rows: Iterable[str], config: DataConfig, where: str) -> Iterator[Piece]:
+    """The pieces of documents that are rows of a file or dataset, or begin at rows that match data.document_start."""
+    heading = config.document_start
+    for text in documents_by_heading(rows, heading, where) if heading else rows:
+        yield from pieces_of([text])
+
+
 COMPRESSED = (".gz", ".xz", ".zst", ".zip")
 TEXT, ROWS, TABLES = (".txt", ".md", ".rst", ".raw", ".tokens"), (".jsonl", ".ndjson", ".json"), (".parquet", ".arrow")
 SEPARATED = {".csv": ",", ".tsv": "\t"}
@@ -113,7 +130,7 @@ _SPLIT_NAMES = {"train": "train|training", "val": "valid|validation|val|dev", "t
 _BLOCK = 1 << 20
 # Up to here a file is identified by its content, above by size, time and both ends: hashing 100 GB takes minutes.
 _HASH_WHOLE = 64 << 20
-_TOO_FAR = (
+TOO_FAR = (
     "If you trust it, unpack it and give the result as data.path (a table: write it without compression), or set "
     "data.max_bytes to at least that size."
 )
@@ -176,55 +193,45 @@ def fingerprint_of(path: Path) -> str:
         return hashlib.sha256(f"{stat.st_size} {stat.st_mtime_ns}".encode() + head + file.read()).hexdigest()
 
 
-@dataclass(frozen=True)
-class FileUnit:
+# Bytes of text per byte of a file, as its format usually has it: for the time that is left.
+_EXPANDS = {"": 1.0, ".gz": 2.8, ".xz": 3.5, ".zst": 3.2, ".zip": 2.8, ".parquet": 2.0}
+
+
+class FileReader:
     """One file as a stream of document pieces; reading it twice gives the same pieces."""
 
-    path: Path
-    name: str
-    split: str | None
-    config: DataConfig
+    def __init__(self, path: Path, config: DataConfig):
+        self.path, self.config = path, config
+        self.kind, self.packed = _shape(path)
 
-    def fingerprint(self) -> str:
-        """Changes when the file's content changes."""
-        return fingerprint_of(self.path)
-
-    def size_hint(self) -> int | None:
-        """Bytes of text in the file as far as its size tells; for compressed files the usual ratio of its format."""
-        kind, packed = _shape(self.path)
-        usual = {"": 1.0, ".gz": 2.8, ".xz": 3.5, ".zst": 3.2, ".zip": 2.8}[packed] * (
-            2.0 if kind == ".parquet" else 1.0
-        )
-        return int(self.path.stat().st_size * usual)
+    def size(self) -> int:
+        """Bytes of text in the file, as far as its size and format tell."""
+        return int(self.path.stat().st_size * _EXPANDS[self.packed] * _EXPANDS.get(self.kind, 1.0))
 
     def pieces(self) -> Iterator[Piece]:
         """Every document of the file, in order, as bounded pieces."""
-        kind, heading, where = _shape(self.path)[0], self.config.document_start, f"A document in {self.path}"
-        if kind not in TEXT and kind in ALLOWED:
-            rows = (
-                self._json_rows() if kind in ROWS
-                else self._csv_rows(SEPARATED[kind]) if kind in SEPARATED
-                else self._table_rows(kind)
-            )  # fmt: skip
-            documents = documents_by_heading(rows, heading, where) if heading else rows
-        elif self.config.document_separator:
-            documents = documents_by_separator(self._blocks(), self.config.document_separator, where)
-        elif heading:
-            documents = documents_by_heading(self._lines(), heading, where)
+        separator, where = self.config.document_separator, f"A document in {self.path}"
+        if self.kind in ROWS:
+            yield from row_pieces(self._json_rows(), self.config, where)
+        elif self.kind in SEPARATED:
+            yield from row_pieces(self._csv_rows(SEPARATED[self.kind]), self.config, where)
+        elif self.kind in TABLES:
+            yield from row_pieces(self._table_rows(), self.config, where)
+        elif separator:
+            for text in documents_by_separator(self._blocks(), separator, where):
+                yield from pieces_of([text])
+        elif self.config.document_start:
+            yield from row_pieces(self._lines(), self.config, where)
         else:
             yield from pieces_of(self._blocks())
-            return
-        for text in documents:
-            yield from pieces_of([text])
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[IO[bytes]]:
         try:
             with contextlib.ExitStack() as stack:
-                packed = _shape(self.path)[1]
-                file = self._unpacked(stack, packed)
-                if packed:
-                    file = io.BufferedReader(Expanded(file, self.path, self._allowed(), _TOO_FAR), _BLOCK)
+                file = self._unpacked(stack)
+                if self.packed:
+                    file = io.BufferedReader(Expanded(file, self.path, self._allowed(), TOO_FAR), _BLOCK)
                 yield file
         except (UserError, UnicodeDecodeError):
             raise
@@ -234,29 +241,29 @@ class FileUnit:
     def _allowed(self) -> int:
         return allowed_bytes(self.path, self.config.max_bytes)
 
-    def _unpacked(self, stack: contextlib.ExitStack, packed: str) -> IO[bytes]:
+    def _unpacked(self, stack: contextlib.ExitStack) -> IO[bytes]:
         file: Any
-        if packed == ".gz":
+        if self.packed == ".gz":
             import gzip
 
             file = gzip.open(self.path, "rb")  # noqa: SIM115  (the stack closes it)
-        elif packed == ".xz":
+        elif self.packed == ".xz":
             import lzma
 
             file = lzma.open(self.path, "rb")  # noqa: SIM115
-        elif packed == ".zst":
+        elif self.packed == ".zst":
             import zstandard
 
             raw = stack.enter_context(open(self.path, "rb"))  # noqa: SIM115
             file = io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True))
-        elif packed == ".zip":
+        elif self.packed == ".zip":
             import zipfile
 
             archive = stack.enter_context(zipfile.ZipFile(self.path))
             members = [m for m in archive.infolist() if not m.is_dir()]
             if len(members) != 1:
                 raise UserError(f"{self.path} holds {len(members)} files; unpack it and give the folder as data.path.")
-            require_allowed(self.path, members[0].file_size, self._allowed(), _TOO_FAR)
+            require_allowed(self.path, members[0].file_size, self._allowed(), TOO_FAR)
             file = archive.open(members[0])
         else:
             file = open(self.path, "rb")  # noqa: SIM115
@@ -317,32 +324,25 @@ class FileUnit:
         with self._text() as text:
             reader = csv.DictReader(text, delimiter=separator, strict=True)
             try:
-                _need_column(self.path, self.config.column, list(reader.fieldnames or ()))
+                need_column(str(self.path), self.config.column, list(reader.fieldnames or ()))
                 for row in reader:
                     yield checked_text(row[self.config.column], f"{self.path} line {reader.line_num}", self.config)
             except csv.Error as error:
                 raise UserError(f"{self.path} cannot be read after line {reader.line_num}: {error}.") from None
 
-    def _table_rows(self, kind: str) -> Iterator[str]:
+    def _table_rows(self) -> Iterator[str]:
+        from polarlm.data.tables import table_texts
+
         with contextlib.ExitStack() as stack:
             file = stack.enter_context(self._open())
-            if _shape(self.path)[1]:
+            if self.packed:
                 # Tables are read by jumping about: a compressed one is unpacked to a temporary file first.
                 spool = stack.enter_context(tempfile.TemporaryFile())
                 with explained(Path(tempfile.gettempdir()) / self.path.name):
                     shutil.copyfileobj(file, spool, _BLOCK)
                 spool.seek(0)
                 file = spool
-            # A batch of a .arrow file is unpacked at once, a row group of a .parquet file page by page.
-            limit = allowed_in_memory if kind == ".arrow" else allowed_bytes
-            refuse = functools.partial(require_allowed, self.path, what_to_do=_TOO_FAR)
-            require = functools.partial(refuse, allowed=limit(self.path, self.config.max_bytes))
-            allowed, size = self._allowed(), 0
-            for number, value in enumerate(column_values(file, kind, self.path, self.config.column, require)):
-                text = checked_text(value, f"{self.path} row {number}", self.config)
-                size += len(text)
-                refuse(size, allowed=allowed)
-                yield text
+            yield from table_texts(file, self.kind, self.path, self.config)
 
 
 def _unreadable() -> tuple[type[Exception], ...]:
@@ -373,172 +373,26 @@ def checked_text(value: Any, where: str, config: DataConfig) -> str:
     return value.replace("\r\n", "\n") if config.newlines == "lf" and "\r" in value else value
 
 
-@dataclass(frozen=True)
-class SavedUnit:
-    """A dataset that Hugging Face datasets' `save_to_disk` wrote, or one split of a saved DatasetDict."""
-
-    path: Path
-    name: str
-    split: str | None
-    config: DataConfig
-
-    def fingerprint(self) -> str:
-        """Changes when the content of one of its files changes."""
-        files = sorted(file for file in self.path.iterdir() if file.is_file())
-        return hashlib.sha256(repr([(file.name, fingerprint_of(file)) for file in files]).encode()).hexdigest()
-
-    def size_hint(self) -> int | None:
-        """Bytes of its tables."""
-        return sum(file.stat().st_size for file in self.path.glob("*.arrow"))
-
-    def pieces(self) -> Iterator[Piece]:
-        """Every document, in the dataset's order."""
-        rows, heading = self._rows(), self.config.document_start
-        for text in documents_by_heading(rows, heading, f"A document in {self.path}") if heading else rows:
-            yield from pieces_of([text])
-
-    def _rows(self) -> Iterator[str]:
-        from datasets import load_from_disk
-
-        column, number = self.config.column, 0
-        try:
-            dataset = load_from_disk(str(self.path))
-            _need_column(self.path, column, dataset.column_names)
-            for batch in dataset.select_columns([column]).with_format("arrow").iter(batch_size=256):
-                values = batch.column(column)
-                values.validate(full=True)  # wrong offsets would read other memory
-                for value in values.to_pylist():
-                    yield checked_text(value, f"{self.path} row {number}", self.config)
-                    number += 1
-        except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
-            if isinstance(error, UserError):
-                raise
-            raise UserError(
-                f"{self.path} is not a readable saved dataset: {type(error).__name__}: {str(error).splitlines()[0]}"
-            ) from None
+def need_column(where: str, column: str, names: list[str]) -> None:
+    """Refuse rows that have no such column."""
+    if column not in names:
+        raise UserError(f"{where} has no column {column!r} (it has: {', '.join(names)}); set data.column.")
 
 
-def saved_units(folder: Path, config: DataConfig) -> list[SavedUnit]:
-    """The splits of a folder that `save_to_disk` wrote; none for any other folder."""
-    if (folder / "dataset_dict.json").is_file():
-        try:
-            splits = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
-            parts = [folder / str(split) for split in splits]
-            missing = [part.name for part in parts if part.parent != folder or not (part / "state.json").is_file()]
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise UserError(f"{folder}/dataset_dict.json cannot be read: {error}") from None
-        if missing or not parts:
-            raise UserError(f"{folder} is a saved DatasetDict without its split {', '.join(missing) or 'train'}")
-        return [SavedUnit(part, part.name, split_of(part, folder), config) for part in parts]
-    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
-        return [SavedUnit(folder, folder.name, None, config)]
-    return []
-
-
-def file_units(path: str, config: DataConfig) -> list[FileUnit] | list[SavedUnit]:
+def file_units(path: str, config: DataConfig) -> list[Unit]:
     """The files of data.path as units of reading, each with the split its name speaks of; or a saved dataset."""
     root = Path(path).expanduser()
-    if root.is_dir() and (saved := saved_units(root, config)):
-        return saved
+    saved = [{"dataset_dict.json"}, {"state.json", "dataset_info.json"}]
+    if any(all((root / name).is_file() for name in names) for names in saved):
+        from polarlm.data.tables import saved_units
+
+        return saved_units(root, config)
     root = root if root.is_dir() else Path(str(root).split("*")[0]).parent
     files = find_files(path)
     units = []
     for file in files:
         name = str(file.relative_to(root)) if file.is_relative_to(root) else file.name
         name = os.fsencode(name).decode(errors="backslashreplace")  # a name need not be UTF-8
-        units.append(FileUnit(file, name, split_of(file, root) if len(files) > 1 else None, config))
+        split, reader = split_of(file, root) if len(files) > 1 else None, FileReader(file, config)
+        units.append(Unit(name, split, reader.pieces, reader.size(), functools.partial(fingerprint_of, file)))
     return units
-
-
-# What a batch of rows may need, should each of them be the longest value of its row group (dictionaries, prefixes).
-_BATCH_BYTES = 1 << 30
-
-
-def column_values(file: IO[bytes], kind: str, path: Path, column: str, require: Callable[[int], None]) -> Iterator[Any]:
-    """The values of a column in order; `file` must be seekable, `require` refuses a size that is unpacked at once."""
-    import pyarrow as pa
-
-    read = _parquet if kind == ".parquet" else _arrow
-    try:
-        for batch in read(file, path, column, require):
-            values = batch.column(column)
-            values.validate(full=True)  # wrong offsets would read other memory
-            flat = pa.types.is_string(values.type) or pa.types.is_large_string(values.type)
-            # A dictionary or view may hold one long value a million times: made one at a time, where lists are faster.
-            yield from values.to_pylist() if flat else (value.as_py() for value in values)
-    except (pa.ArrowException, OSError, struct.error) as error:
-        raise UserError(f"{path} is not a readable {kind} file: {str(error).splitlines()[0]}") from None
-
-
-def _parquet(file: IO[bytes], path: Path, column: str, require: Callable[[int], None]) -> Iterator[Any]:
-    import pyarrow.parquet as pq
-
-    with pq.ParquetFile(file) as table:
-        _need_column(path, column, table.schema_arrow.names)
-        largest = 0
-        for number in range(table.metadata.num_row_groups):
-            group = table.metadata.row_group(number)
-            chunks = [group.column(index) for index in range(group.num_columns)]
-            inside = [chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] == column]
-            largest = max(largest, sum(chunk.total_uncompressed_size for chunk in inside))
-        require(largest)
-        rows = min(256, max(1, _BATCH_BYTES // max(largest, 1)))
-        yield from table.iter_batches(columns=[column], batch_size=rows)
-
-
-def _arrow(file: IO[bytes], path: Path, column: str, require: Callable[[int], None]) -> Iterator[Any]:
-    import pyarrow as pa
-
-    # `datasets` writes the stream format, pyarrow's feather the file format: a name, the same stream, and a footer.
-    named = file.read(6) == b"ARROW1"
-    start = 8 if named else 0
-    file.seek(start)
-    for message in pa.ipc.MessageReader.open_stream(file):
-        require(_unpacked_bytes(message))
-    file.seek(0)
-    expected = pa.ipc.open_file(file).num_record_batches if named else None
-    file.seek(start)
-    # The stream also of a file: its footer could name batches that were not looked at above.
-    stream = pa.ipc.open_stream(file)
-    _need_column(path, column, stream.schema.names)
-    given = 0
-    for batch in stream:
-        given += 1
-        yield batch
-    if expected not in (None, given):
-        raise UserError(f"{path} is damaged: it holds {given} batches of rows and its footer names {expected}.")
-
-
-def _unpacked_bytes(message: Any) -> int:
-    """What the compressed buffers of a message say they unpack to (arrow/format/Message.fbs); pyarrow does not tell."""
-    head, body = memoryview(message.metadata), memoryview(message.body or b"")
-
-    def number(kind: str, at: int) -> int:
-        return struct.unpack_from(f"<{kind}", head, at)[0]
-
-    def field(table: int, index: int) -> int | None:
-        layout = table - number("i", table)
-        offset = number("H", layout + 4 + 2 * index) if 4 + 2 * index < number("H", layout) else 0
-        return table + offset if offset else None
-
-    def follow(at: int | None) -> int:
-        return 0 if at is None else at + number("I", at)
-
-    root = number("I", 0)
-    batch = follow(field(root, 2))
-    if message.type == "dictionary":
-        batch = follow(field(batch, 1))
-    elif message.type != "record batch":
-        return 0
-    if field(batch, 3) is None:  # not compressed
-        return 0
-    buffers, size = follow(field(batch, 2)), 0
-    for index in range(number("I", buffers)):
-        offset, length = struct.unpack_from("<qq", head, buffers + 4 + 16 * index)
-        size += max(0, struct.unpack_from("<q", body, offset)[0]) if length else 0
-    return size
-
-
-def _need_column(path: Path, column: str, names: list[str]) -> None:
-    if column not in names:
-        raise UserError(f"{path} has no column {column!r} (it has: {', '.join(names)}); set data.column.")

@@ -6,26 +6,14 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from polarlm.data.config import SPLITS, DataConfig, SplitConfig, read_data_config
-from polarlm.data.probes import VERSION, describe_probe
-from polarlm.data.readers import Piece, file_units, find_files
+from polarlm.data.probes import VERSION, ProbeTask, describe_probe
+from polarlm.data.readers import Piece, Unit, file_units, find_files
 from polarlm.errors import UserError
-
-
-class Unit(Protocol):
-    """Something that can be read from its beginning again and again: a file, a split of a hub dataset."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def split(self) -> str | None: ...
-
-    def size_hint(self) -> int | None: ...
-    def pieces(self) -> Iterator[Piece]: ...
 
 
 class Source:
@@ -55,8 +43,11 @@ def open_source(config: DataConfig, cache_dir: Path) -> Source:
     if config.path is not None:
         return _of_files(config, config.path)
     if config.probe is not None:
+        examples = [
+            Unit(f"{config.source}:{split}", split, partial(_examples, config.probe, split)) for split in SPLITS
+        ]
         identity = [VERSION, describe_probe(config.source, config.probe)]
-        return Source(config, lambda: [ProbeUnit(split, config) for split in SPLITS], lambda: _digest(identity))
+        return Source(config, lambda: examples, lambda: _digest(identity))
     if config.source == "pydocs":
         from polarlm.data.pydocs import pydocs_file
 
@@ -92,25 +83,8 @@ def _no_text(config: DataConfig) -> UserError:
     )
 
 
-@dataclass(frozen=True)
-class ProbeUnit:
-    """One split of a task's examples, each a document."""
-
-    split: str
-    config: DataConfig
-
-    @property
-    def name(self) -> str:
-        return f"{self.config.source}:{self.split}"
-
-    def size_hint(self) -> int | None:
-        """Unknown before the examples are made."""
-        return None
-
-    def pieces(self) -> Iterator[Piece]:
-        """Every example, in order."""
-        assert self.config.probe is not None
-        yield from map(Piece, self.config.probe.texts(self.split))
+def _examples(probe: ProbeTask, split: str) -> Iterator[Piece]:
+    yield from map(Piece, probe.texts(split))
 
 
 def _of_files(config: DataConfig, path: str) -> Source:

@@ -183,6 +183,8 @@ def tokenizer_file(path: str | Path) -> Path:
     """A tokenizer.json, from its own path or that of its folder."""
     given = Path(path).expanduser()
     file = given / "tokenizer.json" if given.is_dir() else given
+    if file.resolve().parts[1:2] in (("proc",), ("sys",)):  # reading one may never end
+        raise UserError(f"tokenizer.path={path} belongs to the system and is no tokenizer; give another file.")
     if not file.is_file():
         raise UserError(f"tokenizer.path={path}: no tokenizer.json there. Give such a file or a folder holding one.")
     return file

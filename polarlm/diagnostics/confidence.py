@@ -11,8 +11,8 @@ from torch import Tensor
 
 from polarlm.diagnostics.layer import TINY, Layer
 from polarlm.diagnostics.probe import LayerReader, eval_mode
+from polarlm.evaluation.scores import window_batches
 from polarlm.evaluation.text import Text
-from polarlm.evaluation.windows import window_batches
 from polarlm.ignored import IGNORED
 from polarlm.model import GPT
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from polarlm.data import Corpus
 from polarlm.evaluation.metrics import Tally, measure
-from polarlm.evaluation.text_size import text_size
+from polarlm.evaluation.text import text_size
 
 _LIMIT = 50_000_000  # of training tokens counted; more no longer changes either number noticeably
 

@@ -11,7 +11,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from polarlm.locations import cache_folder, processor
+from polarlm.locations import cache_folder
+from polarlm.processor import processor
 
 try:
     import fcntl

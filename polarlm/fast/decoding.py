@@ -72,6 +72,8 @@ def _weights(block: Block, x: Tensor) -> Matrices | None:
         up, down, hidden = ffn.up, ffn.down, ffn.hidden
     else:
         return None
+    if not hasattr(mixer, "out"):  # a tied output is W_v transposed
+        return None
     parts = [getattr(mixer, name, None) for name in ("qkv", "qk", "v")]
     projections, whole = [part for part in parts if part is not None], not (x.shape[-1] % VECTOR or hidden % VECTOR)
     if not whole or not takes_products(x, *projections, mixer.out, up, down):
@@ -83,7 +85,7 @@ def _weights(block: Block, x: Tensor) -> Matrices | None:
         up=up.weight,
         down=down.weight,
         gated=type(ffn) is SwiGLUFeedForward,
-        across=(mixer.project_stream != "none", mixer.project_stream == "both"),
+        across=block.tangent,
         eps=block.ffn_norm.eps,
         gate=None if mixer.forget is None else (mixer.forget.weight, mixer.forget.offset),
     )
@@ -131,7 +133,7 @@ def rfa_recipe(mixer: RobustFilterAttention) -> Recipe | None:
 # Polar's switches that the recipe passes on whatever they are, and those that must have the value given here. A test
 # holds both together against the block's signature, so that a new switch has to say which it is.
 PASSED_ON = ("projection", "radial", "radial_correlation", "rotate_values", "lift", "evidence_clamp", "alpha_over_m",
-             "residual_form", "forgetting", "forget_bias", "value_weight_decay", "project_stream",
+             "residual_form", "forgetting", "forget_bias", "value_weight_decay",
              "frozen")  # fmt: skip
 REQUIRED = {
     "norm_position": "both",

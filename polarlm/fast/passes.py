@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polarlm.attention.projections import rotated_heads
-from polarlm.locations import processor
 from polarlm.model.feed_forward import feed_forward
 from polarlm.model.norm import rms_norm
 from polarlm.operations import faster, plain
+from polarlm.processor import processor
 
 from .build import library
 from .native_backend import parallel, unbuilt

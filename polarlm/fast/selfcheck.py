@@ -111,7 +111,7 @@ def small_call(device: torch.device | str, setup: Setup = GENERAL[0]) -> RobustC
     mu, eta_k2, eta_q2, sigma02, m_inf2 = (uniform(0.05, 0.3, heads) for _ in range(5))
     shape = uniform(2.0, 5.0, heads)
     if not setup.shape_learns:
-        shape = torch.tensor([3.0, *[4.5] * (heads - 1)], device=device)
+        shape = torch.tensor([3.0, *[4.5] * (heads - 1)]).to(device)
     student = setup.kernel == "student"
     process2 = uniform(0.05, 0.3, heads) if setup.process else None
     named = {"nu": shape if student else None, "tau": None if student else shape, "process2": process2}
@@ -123,7 +123,8 @@ def small_call(device: torch.device | str, setup: Setup = GENERAL[0]) -> RobustC
     m = uniform(0.5, 1.5, 2, length)
     forgotten = None
     if setup.forgets:
-        forgotten = (-uniform(0.0, 0.5, 2, heads, length).detach().cumsum(-1)).requires_grad_()
+        lost = 0.5 * torch.rand((2, heads, length), generator=generator)
+        forgotten = (-lost.cumsum(-1)).to(device).requires_grad_()  # a GPU refuses it with deterministic algorithms
     return RobustCall(
         q, k, v, noise, setup.kernel,
         magnitude=m if setup.magnitude else None, residual_form=setup.residual_form,

@@ -14,8 +14,7 @@ from typing import Any
 
 from polarlm.errors import UserError, did_you_mean
 from polarlm.jobs.engine import Handle, Place
-from polarlm.jobs.job import JobSpec
-from polarlm.jobs.processes import end_group, start_job, stop_job
+from polarlm.jobs.job import JobSpec, end_group, start_job, stop_job
 from polarlm.runs.files import is_alive, json_object, write_json
 from polarlm.runs.sweeps import RESULT_VARIABLE, SWEPT_VARIABLE
 

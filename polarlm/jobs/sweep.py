@@ -203,8 +203,8 @@ def print_sweep_plan(plan: Any, config_name: str) -> None:
 
 def print_estimate(plan: Any, configs: list[Any]) -> None:
     """How long the jobs that are left will take on this machine, where that is worth measuring."""
+    from polarlm.columns import clock
     from polarlm.jobs.estimate import seconds_of_jobs, side_by_side
-    from polarlm.training.loggers.short_numbers import clock
 
     place = side_by_side(plan.overrides)
     if place is None or not configs:

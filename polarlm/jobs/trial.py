@@ -190,8 +190,7 @@ class Trial:
         """The verdict over the seeds up to `last`, by the always-valid rule; a killed trial may have trained more."""
         from polarlm.runs.reading import find_run_folders, read_runs
         from polarlm.verdict.groups import group_runs
-        from polarlm.verdict.judgement import judge_groups
-        from polarlm.verdict.looks import Looks
+        from polarlm.verdict.judgement import Looks, judge_groups
 
         names = {f"{block}-seed{seed}" for block in self.plan.blocks for seed in range(1, last + 1)}
         folders = [folder for folder in find_run_folders([self.folder / "seeds"]) if folder.name in names]

@@ -1,6 +1,6 @@
 """`polarlm tune`: search one number (a learning rate) with Optuna; runs that fall behind are stopped early.
 
-Every trial is a run of its own; the study lies in the sweep's folder, so the same command goes on where it was stopped.
+Every trial is a run of its own; the study lies in the sweep's folder, so the same command resumes it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from polarlm.runs.files import json_lines
 from polarlm.runs.sweeps import folder_of_run
 
 FEWEST = 3  # finished runs before one can fall behind them
-DESCRIPTION = """Optuna proposes values of one number, every value is trained, runs that fall behind are stopped early.
-The same command goes on where it was stopped; more --trials add to it. With --jobs N, values are proposed N at a time,
-each from the trials before them. Example:
+DESCRIPTION = """Optuna proposes values of one setting. Every value is trained; runs that fall behind stop early.
+The same command resumes a stopped search; a larger --trials extends it. With --jobs N, N values are proposed at a
+time, based on all finished trials. Example:
 
   polarlm tune block=polar --key optim.lr --low 1e-4 --high 3e-2 --trials 12"""
 

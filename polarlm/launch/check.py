@@ -8,9 +8,17 @@ import warnings
 from dataclasses import fields
 from typing import Any
 
+from polarlm.block_keys import PARTS, SYMBOLS, is_parted, part_choices, part_settings, users_of
 from polarlm.data.config import DataConfig, read_data_config
 from polarlm.errors import UserError, did_you_mean
-from polarlm.launch.schema import OPEN_GROUPS, SECTIONED_GROUPS, EvalSettings, TrainSettings, group_schemas
+from polarlm.launch.schema import (
+    OPEN_GROUPS,
+    SECTIONED_GROUPS,
+    BlockSettings,
+    EvalSettings,
+    TrainSettings,
+    group_schemas,
+)
 from polarlm.locations import choices_of
 from polarlm.model.config import GPTConfig
 from polarlm.settings import check_value, plain_settings
@@ -35,6 +43,9 @@ def check_train(config: dict[str, Any], shipped: dict[str, Any] | None = None) -
         checked[group] = plain_settings(schema, config[group], group)
     for group in OPEN_GROUPS:
         checked[group] = check_open(group, config[group], (shipped or config)[group], OPEN_GROUPS[group])
+    if is_parted(checked["block"]):
+        check_fitting(checked["block"])
+        check_used(checked["block"], (shipped or config)["block"])
     for group, schema in SECTIONED_GROUPS.items():
         checked[group] = check_sections(group, config.get(group) or {}, (shipped or config).get(group) or {}, schema)
     for key in config.keys() - checked.keys() - {"choices"}:
@@ -81,8 +92,12 @@ def check_open(group: str, given: Any, shipped: dict[str, Any], schema: type) ->
     if not isinstance(given, dict) or "_target_" not in given:
         raise UserError(f"{group} must name a class as its _target_; choose one with {group}=…")
     known = {f.name for f in fields(schema)}
-    checked = {}
-    for key, value in given.items():
+    checked: dict[str, Any] = {}
+    # A symbol before the parts that take it: a wrong value is named as it was typed.
+    for key, value in sorted(given.items(), key=lambda item: isinstance(item[1], dict)):
+        if group == "block" and isinstance(shipped.get(key), dict):
+            checked[key] = check_part(key, value, shipped[key])
+            continue
         if key not in shipped:
             names = [f"{group}.{name}" for name in shipped if not name.startswith("_")]
             raise UserError(f"{group}.{key} is not an option. {did_you_mean(f'{group}.{key}', names)}".strip())
@@ -91,6 +106,90 @@ def check_open(group: str, given: Any, shipped: dict[str, Any], schema: type) ->
         else:
             checked[key] = _like(f"{group}.{key}", value, shipped[key])
     return checked
+
+
+def check_part(part: str, given: Any, shipped: dict[str, Any]) -> dict[str, Any]:
+    """A part of a block: its choice is made by name, its settings are known or like their defaults."""
+    choices = ", ".join(part_choices(part))
+    if not isinstance(given, dict) or given.get("kind") != shipped["kind"]:
+        raise UserError(f"block.{part} is a part of the block: choose one with block/{part}=…, among {choices}.")
+    known = {f.name for f in fields(BlockSettings)}
+    checked = {"kind": given["kind"]}
+    for key, value in given.items():
+        name = f"block.{part}.{key}"
+        if key not in shipped:
+            names = [f"block.{part}.{name}" for name in shipped if name != "kind"]
+            raise UserError(f"{name} is not an option. {did_you_mean(name, names)}".strip())
+        if key in known:
+            checked[key] = check_value(BlockSettings, key, value, f"block.{part}")
+        elif key != "kind":
+            checked[key] = _like(name, value, shipped[key])
+    return checked
+
+
+def check_used(given: dict[str, Any], shipped: dict[str, Any]) -> None:
+    """Refuse a symbol that was given although no chosen part uses it."""
+    kinds = {(part, given[part]["kind"]) for part in PARTS}
+    for symbol in SYMBOLS:
+        users = users_of(symbol)
+        if given.get(symbol) != shipped.get(symbol) and not kinds & set(users):
+            raise UserError(
+                f"block.{symbol}={given[symbol]} has no effect: no part of this block uses it. It needs "
+                f"{' or '.join(f'block/{part}={choice}' for part, choice in users)}."
+            )
+
+
+def check_fitting(block: dict[str, Any]) -> None:
+    """Refuse parts that contradict each other; the block itself refuses what this lets through."""
+    kind = {part: block[part]["kind"] for part in PARTS}
+    radial, aggregate, precision = block["radial"], block["aggregate"], block["precision"]
+    retracted, projection = kind["step"] in ("retracted", "geodesic"), block["step"].get("projection")
+    unit = kind["precision"] == "unit" or precision.get("magnitude") == "unit"
+    if kind["radial"] != "none" and (unit or kind["inputs"] == "raw_values"):
+        raise UserError(
+            f"block/radial={kind['radial']} estimates the magnitude of values on the sphere; it needs "
+            "block/inputs=sphere and a block/precision of the token's own magnitude (magnitude). Set those, or "
+            "block/radial=none."
+        )
+    if retracted and kind["inputs"] == "raw_values":
+        raise UserError(f"block/step={kind['step']} moves on the sphere; it needs block/inputs=sphere.")
+    if kind["step"] == "retracted" and projection == "none":
+        raise UserError("block/step=retracted bends a tangent step; block.step.projection=none gives none.")
+    if kind["aggregate"] != "mean" and (projection == "none" or kind["inputs"] == "raw_values"):
+        raise UserError(
+            f"block/aggregate={kind['aggregate']} takes a tangent step between directions; it needs "
+            "block/inputs=sphere and block.step.projection=per_head, global or evidence."
+        )
+    if kind["aggregate"] != "mean" and block["influence"].get("residual_form", "full") != "full":
+        raise UserError(
+            f"block/aggregate={kind['aggregate']} has a residual of its own; set block.influence.residual_form=full."
+        )
+    correlated = [n for n in ("radial", "aggregate") if block[n].get("radial_correlation") == "qk"]
+    correlated = [name for name in correlated if kind[name] not in ("none", "mean")]
+    if correlated and (kind["influence"] == "gaussian" or kind["aggregate"] == "complex"):
+        why = "their phases differ already" if kind["aggregate"] == "complex" else "block/influence=gaussian has none"
+        raise UserError(
+            f"block.{correlated[0]}.radial_correlation=qk correlates queries and keys, and {why}; set it to vv or one."
+        )
+    shared = [key for key in aggregate if key != "kind" and kind["radial"] != "none" and key in radial]
+    for key in shared if kind["aggregate"] != "mean" else ():
+        if aggregate[key] != radial[key]:
+            raise UserError(
+                f"block.aggregate.{key}={aggregate[key]} and block.radial.{key}={radial[key]} are one number of the "
+                f"block; set block.radial.{key} alone."
+            )
+    if kind["transport"] != "rotary" and kind["influence"] == "gaussian" and not block["transport"]["rotate_values"]:
+        raise UserError(
+            f"block/transport={kind['transport']} has nothing to transport: block/influence=gaussian compares no query "
+            "and key; set block.transport.rotate_values=true."
+        )
+    for part, noise, floor in (("precision", "eta_tk", "sigma_t0"), ("radial", "eta_rk", "sigma_r0")):
+        if block[part].get(noise) == 0 and block[part].get(floor) == 0:
+            raise UserError(f"block.{part}.{noise} and block.{part}.{floor} are both 0: infinite precision.")
+    known = {key for part in PARTS for choice in part_choices(part) for key in part_settings(part, choice)}
+    for name in block["frozen"]:
+        if name not in known:
+            raise UserError(f"block.frozen names '{name}'. {did_you_mean(name, sorted(known))}".strip())
 
 
 def check_choice(key: str, name: str, group: str) -> None:

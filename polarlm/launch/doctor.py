@@ -79,8 +79,7 @@ def precisions() -> Iterator[Check]:
     """The speed of a matrix product in each number format, and what trainer.precision=auto makes of it."""
     import torch
 
-    from polarlm.training.hardware import choose_accelerator, choose_precision
-    from polarlm.training.machine import SIZE, cpu_speed
+    from polarlm.training.hardware import SIZE, choose_accelerator, choose_precision, cpu_speed
 
     where = choose_accelerator("auto")
     if where == "cpu":  # the very numbers that trainer.precision=auto decides by: a second measurement would differ

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from polarlm.errors import JobsLeft, UserError, did_you_mean, is_wrong_input, typed_command
 from polarlm.jobs import sweep
-from polarlm.jobs.processes import watch_parent
+from polarlm.jobs.job import watch_parent
 from polarlm.quick_start import skip_unused_libraries
 from polarlm.visible import visible_stdout, visible_text
 
@@ -99,6 +99,8 @@ def check_command_line(config_name: str, overrides: list[str], *, multirun: bool
     from polarlm.launch.overrides import config_loader, plan_jobs
 
     plan = plan_jobs(config_loader(), config_name, overrides, multirun=multirun)
+    for note in plan.notes:
+        print(f"note: {note}", file=sys.stderr)
     if plan.multirun and not show_only:
         sweep.print_sweep_plan(plan, config_name)
     return plan.overrides
@@ -120,25 +122,38 @@ def help_text(loader: Any, config_name: str) -> str:
     hydra = compose(loader, config_name, []).hydra
     # Groups of Hydra's and of other commands (`polarlm study`) cannot be chosen here.
     names = sorted(name for name in hydra.runtime.choices if not name.startswith("hydra"))
-    lines = [_choices(name, sorted(loader.get_group_options(name))) for name in names]
+    lines = [line for name in names for line in _choices(name, sorted(loader.get_group_options(name)))]
     if config_name == "train":
-        lines.append(_choices("hydra/launcher", ["basic", "joblib", "local", "slurm"]))  # how a sweep's jobs are run
+        lines += _choices("hydra/launcher", ["basic", "joblib", "local", "slurm"])  # how a sweep's jobs are run
     text = string.Template(hydra.help.template).safe_substitute(APP_CONFIG_GROUPS="\n".join(lines) + "\n")
     for verb in ("train", "eval"):
         text = text.replace(f"python {verb}.py", typed_command(verb))
     return text
 
 
-def _choices(name: str, options: list[str]) -> str:
+def _choices(name: str, options: list[str]) -> list[str]:
+    if name != "block":
+        return [_filled("  ", f"{name}: {', '.join(options)}")]
+    polar = [option for option in options if option.startswith("polar")]
+    baselines = [option for option in options if option.startswith(("standard", "xsa"))]
+    others = [option for option in options if option not in (*polar, *baselines)]
+    return [
+        _filled("  ", f"block: {', '.join(polar)}"),
+        _filled("    ", f"baselines: {', '.join(baselines)}"),
+        _filled("    ", f"others: {', '.join(others)}"),
+    ]
+
+
+def _filled(indent: str, text: str) -> str:
     import shutil
     import textwrap
 
     width = max(60, min(shutil.get_terminal_size().columns, 120))
     return textwrap.fill(
-        f"{name}: {', '.join(options)}",
+        text,
         width,
-        initial_indent="  ",
-        subsequent_indent="    ",
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
         break_long_words=False,
         break_on_hyphens=False,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from itertools import islice
 from pathlib import Path
@@ -13,6 +13,7 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
+from polarlm.block_keys import PARTS, VARIANTS, current_overrides, expanded
 from polarlm.errors import UserError, did_you_mean, typed_command
 from polarlm.launch.check import check_eval, check_train
 from polarlm.launch.schema import SECTIONED_GROUPS
@@ -41,6 +42,7 @@ class PlannedJobs:
     overrides: list[str]  # as Hydra wants them
     jobs: list[PlannedJob]
     varied: list[str]  # the keys that differ between the jobs
+    notes: list[str] = field(default_factory=list)  # about names that are old
 
 
 class UserConfigs(SearchPathPlugin):
@@ -86,13 +88,17 @@ def plan_jobs(loader: Any, config_name: str, overrides: Sequence[str], *, multir
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.types import RunMode
 
-    groups = dict(compose(loader, config_name, []).hydra.runtime.choices)
+    groups, notes = dict(compose(loader, config_name, []).hydra.runtime.choices), list[str]()
+    if "block" in groups:
+        groups |= {f"block/{part}": None for part in PARTS}
+        overrides, notes = current_overrides(overrides)
     # `+sweep=nu` asks for what `sweep=nu` asks for; Hydra itself would refuse the + of a group it knows.
     overrides = [
         text[1:] if text.startswith("+") and text[1:].partition("=")[0] in groups else text for text in overrides
     ]
     parsed = [_parse(loader, text) for text in overrides]
     named = [o.input_line for o in parsed if o.key_or_group in groups and not o.is_sweep_override()]
+    named = [text for text in named if not text.startswith("block/")]  # whether the block has such a part is seen below
     for override in parsed:
         _check_choice(loader, config_name, groups, override)
     hydra = compose(loader, config_name, named).hydra
@@ -106,12 +112,14 @@ def plan_jobs(loader: Any, config_name: str, overrides: Sequence[str], *, multir
     _check_several([*params, *parsed], parsed, multirun)
     everything = [o for o in (*params, *parsed) if not o.is_hydra_override()]
     for_hydra = [o.input_line for o in parsed if o.is_hydra_override()]
-    jobs = BasicSweeper.split_arguments(everything, None)[0] if multirun else [[o.input_line for o in everything]]
+    jobs = [[override.input_line for override in everything]]
+    if multirun:  # as hydra_plugins.polarlm_local.VariantSweeper makes them
+        jobs = [expanded(job) for job in BasicSweeper.split_arguments(everything, None)[0]]
     varied = list(dict.fromkeys(o.key_or_group for o in everything if o.is_sweep_override()))
     planned = list(_check_jobs(loader, config_name, groups, for_hydra, jobs))
     if all(job.error for job in planned):
         raise planned[0].error  # type: ignore[misc]
-    return PlannedJobs(multirun, overrides, planned, varied)
+    return PlannedJobs(multirun, overrides, planned, varied, notes)
 
 
 def compose(loader: Any, config_name: str, overrides: Sequence[str]) -> Any:
@@ -124,6 +132,11 @@ def _composed(loader: Any, config_name: str, overrides: tuple[str, ...]) -> Any:
     from hydra.types import RunMode
 
     return loader.load_configuration(config_name, list(overrides), run_mode=RunMode.RUN)
+
+
+def named_choices(choices: Any) -> dict[str, Any]:
+    """The names chosen of a run's groups; those of a block's parts stand in the parts themselves."""
+    return {k: v for k, v in choices.items() if "hydra" not in k and "/" not in k and v is not None}
 
 
 def flat_keys(tree: Any, prefix: str = "") -> Iterator[str]:
@@ -159,6 +172,8 @@ def _check_choice(loader: Any, config_name: str, groups: dict[str, Any], overrid
     if override.is_delete():
         raise UserError(f"'{override.input_line}': every run needs a {name}; choose one with {name}=…")
     options = loader.get_group_options(name)
+    if name == "block":
+        options = [*options, *VARIANTS]
     given = list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
     if name in SECTIONED_GROUPS:  # logger=[wandb,csv]
         given = [value for entry in given for value in (entry if isinstance(entry, list) else [entry])]
@@ -208,6 +223,7 @@ def _check_jobs(
     for job in jobs:
         overrides = [_parse(loader, text) for text in (*for_hydra, *job)]
         choices = tuple(o.input_line for o in overrides if o.key_or_group in groups)
+        _check_parts(loader, config_name, groups, overrides)
         if choices not in composed:
             shipped = compose(loader, config_name, choices)
             composed[choices] = shipped, list(flat_keys(OmegaConf.to_container(shipped, resolve=False)))
@@ -219,6 +235,19 @@ def _check_jobs(
             yield PlannedJob(job, _checked(config_name, shipped, settings))
         except UserError as error:
             yield PlannedJob(job, None, error)
+
+
+def _check_parts(loader: Any, config_name: str, groups: dict[str, Any], overrides: Sequence[Any]) -> None:
+    """A part is chosen only of a block that is made of parts."""
+    typed = [o for o in overrides if o.key_or_group.startswith("block/") and o.key_or_group in groups]
+    if not typed:
+        return
+    block = compose(loader, config_name, [o.input_line for o in overrides if o.key_or_group == "block"]).hydra
+    if typed[0].key_or_group not in block.runtime.choices:
+        raise UserError(
+            f"{typed[0].input_line}: block={block.runtime.choices['block']} has no such part. "
+            "Parts are chosen of block=polar and block=polar_paper"
+        )
 
 
 def _check_key(config_name: str, groups: dict[str, Any], choices: tuple[str, ...], keys: list[str], o: Any) -> None:
@@ -246,7 +275,7 @@ def _checked(config_name: str, shipped: Any, overrides: Sequence[Any]) -> dict[s
     from omegaconf.errors import OmegaConfBaseException
 
     config = copy.deepcopy(shipped)
-    choices = {k: v for k, v in config.hydra.runtime.choices.items() if "hydra" not in k and v is not None}
+    choices = named_choices(config.hydra.runtime.choices)
     OmegaConf.set_struct(config, False)
     del config["hydra"]
     try:

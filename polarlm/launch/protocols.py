@@ -16,24 +16,25 @@ from polarlm.data import Corpus, build_corpus
 from polarlm.data.corpus import corpus_in_cache
 from polarlm.errors import UserError
 from polarlm.evaluation.baselines import ngram_losses
-from polarlm.evaluation.by_frequency import loss_by_frequency, token_counts
-from polarlm.evaluation.by_position import loss_by_position
+from polarlm.evaluation.breakdowns import loss_by_frequency, loss_by_position, losses_of_documents
 from polarlm.evaluation.calibration import calibration
-from polarlm.evaluation.corruption import loss_by_corruption
-from polarlm.evaluation.documents import losses_of_documents
-from polarlm.evaluation.downstream import blimp, lambada
-from polarlm.evaluation.downstream.files import read_rows, task_file
-from polarlm.evaluation.downstream.rolling import roll_documents
-from polarlm.evaluation.length import loss_by_length
+from polarlm.evaluation.downstream import (
+    BLIMP_FILE,
+    LAMBADA_FILE,
+    blimp,
+    lambada,
+    read_rows,
+    roll_documents,
+    task_file,
+)
 from polarlm.evaluation.metrics import measure
+from polarlm.evaluation.robustness import loss_by_corruption, loss_by_length, shuffling_control
 from polarlm.evaluation.scores import Scores, score_text
-from polarlm.evaluation.shuffled import shuffling_control
 from polarlm.evaluation.text import Text, read_text
-from polarlm.locations import CONFIGS
+from polarlm.locations import CONFIGS, shipped_settings
 from polarlm.runs.files import read_json
 from polarlm.runs.restore import RestoredRun
 from polarlm.training.batching import plan_batches
-from polarlm.verdict.defaults import shipped_settings
 
 TRAINING_TOKENS = 50_000_000  # counted for the frequency of tokens
 
@@ -83,8 +84,8 @@ def run_windows(task: EvaluationTask) -> Answer:
         counted = task.scores.tally(task.text)
     else:
         from polarlm.data.module import EvalLoader, eval_batches
+        from polarlm.training.loop import quiet_libraries
         from polarlm.training.module import evaluate_split
-        from polarlm.training.quiet import quiet_libraries
 
         # The same micro-batches as in training on one process: the same sums in the same order.
         trainer, context = task.run.config["trainer"], task.context
@@ -113,7 +114,7 @@ def run_frequency(task: EvaluationTask) -> Answer:
     """Loss by how often the target occurs in the text the run was trained on."""
     trained_on = corpus_of_run(task.run, task.options)
     train = trained_on.store("train")[:TRAINING_TOKENS].astype(np.int64)
-    counts = token_counts(train, task.run.tokenizer.vocab_size)
+    counts = np.bincount(train, minlength=task.run.tokenizer.vocab_size)
     return Answer(
         {**_plain(task), "training_tokens": len(train)}, {"by_frequency": loss_by_frequency(task.scores, counts)}
     )
@@ -192,8 +193,8 @@ PROTOCOLS: dict[str, Callable[[EvaluationTask], Answer]] = {
     "confidence": run_confidence,
     "documents": run_documents,
     "rolling": run_rolling,
-    "blimp": partial(run_downstream, blimp.LOCAL, "blimp", blimp.blimp),
-    "lambada": partial(run_downstream, lambada.LOCAL, "lambada", lambada.lambada),
+    "blimp": partial(run_downstream, BLIMP_FILE, "blimp", blimp),
+    "lambada": partial(run_downstream, LAMBADA_FILE, "lambada", lambada),
 }
 
 

@@ -1,4 +1,4 @@
-"""From a composed configuration to a training run."""
+"""From a composed configuration to a training run, and the table at its end."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from polarlm.columns import clock, indented, short
 from polarlm.data.early import require_enough_text, require_tokenizer
 from polarlm.data.source import require_text
-from polarlm.errors import UserError
-from polarlm.jobs.processes import start_job, stop_job
+from polarlm.errors import UserError, typed_command
+from polarlm.evaluation.metrics import METRICS, formatted
+from polarlm.jobs.job import start_job, stop_job
 from polarlm.launch.check import check_train, require_memory
+from polarlm.launch.overrides import named_choices
 from polarlm.runs.files import read_json
 from polarlm.runs.identity import default_name
 from polarlm.runs.sweeps import (
@@ -25,7 +28,7 @@ from polarlm.runs.sweeps import (
     sweep_group,
     swept_values,
 )
-from polarlm.training.loggers.packages import require_packages
+from polarlm.targets import require_packages
 from polarlm.visible import fitted
 
 
@@ -39,6 +42,7 @@ def train_job(cfg: DictConfig) -> float:
     in_sweep = hydra.mode == RunMode.MULTIRUN or SWEPT_VARIABLE in os.environ
     if in_sweep and config["resume"] != "never" and (finished := find_finished(config)) is not None:
         return already_finished(finished)
+    require_start(config.get("init_from"))
     require_text(config["data"])
     require_memory(config)
     require_packages(config)
@@ -52,6 +56,17 @@ def train_job(cfg: DictConfig) -> float:
         finally:
             forget_compiled_code()  # compiled code of one job must not reach the next
     return train_and_print(config)
+
+
+def require_start(where: str | None) -> None:
+    """Refuse an init_from that can hold no weights before a corpus is prepared for it."""
+    if where is None:
+        return
+    weights = os.path.isfile(where) and where.endswith((".ckpt", ".safetensors"))
+    if not weights and not os.path.isfile(os.path.join(where, "config.yaml")):
+        raise UserError(
+            f"init_from={where} holds no run; give a run folder, or a .ckpt or .safetensors file inside one."
+        )
 
 
 def forget_compiled_code() -> None:
@@ -78,7 +93,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
         raise UserError(f"{', '.join(sorted(missing))} must be given, for example {sorted(missing)[0]}=…")
     config = check_train(OmegaConf.to_container(cfg, resolve=True))  # type: ignore[arg-type]
     choices = HydraConfig.get().runtime.choices
-    config["choices"] = {k: v for k, v in choices.items() if "hydra" not in k and v is not None}
+    config["choices"] = named_choices(choices)
     config["choices"]["model"] = size_name(config["model"], choices["model"])
     overrides, swept = command_overrides()
     config["group"] = config["group"] or sweep_group(config, overrides, swept)
@@ -92,7 +107,7 @@ SIZES = ("d_model", "n_layer", "n_head", "n_kv_head", "head_dim", "ffn", "ffn_mu
 
 def size_name(model: dict[str, Any], choice: str) -> str:
     """The chosen size's name, or layers × width where a run has changed what the name stands for."""
-    from polarlm.verdict.defaults import shipped_settings
+    from polarlm.locations import shipped_settings
 
     named = shipped_settings("model", choice)  # of a user's own size nothing: whatever it says is what it stands for
     same = all(model.get(key) == named.get(key, model.get(key)) for key in SIZES)
@@ -104,7 +119,6 @@ def train_and_print(config: dict[str, Any]) -> float:
     if sys.stderr.isatty():  # importing torch and Lightning is silent and takes seconds; the next line replaces this
         print("starting …", end="\r", file=sys.stderr, flush=True)
     from polarlm.launch.match import apply_match
-    from polarlm.launch.table import final_table, next_steps
     from polarlm.report.figure import write_summary_png
     from polarlm.training.loop import train_run
 
@@ -133,3 +147,95 @@ def train_in_own_process(overrides: list[str]) -> float:
             raise UserError(f"the job ended with exit code {code}; its own output above says why")
         folder = Path(result.read_text(encoding="utf-8"))
     return float(read_json(folder / "summary.json")["val/loss"])
+
+
+# -- the table at the end of a run ------------------------------------------------------------------------------------
+
+
+def final_table(summary: dict[str, Any], folder: Path, sample: str | None) -> str:
+    """Plain text: what was reached, against what, how fast, where it lies, and how the model writes."""
+    lines = metric_lines(summary)
+    facts = [
+        ("block", str(summary["block"])),
+        ("parameters", f"{summary['parameters']:,}"),
+        ("tokens", speed(summary)),
+        ("compute", f"{spaced(short(summary['flops_per_token']))}FLOPs per token" + share_of_peak(summary.get("mfu"))),
+        ("step", step_split(summary.get("step_seconds") or {})),
+        ("run folder", str(folder)),
+        ("pictures", ", ".join(str(p) for p in sorted(folder.glob("*.png"))) or "none"),
+    ]
+    lines += undertrained_note(summary)
+    lines += ["", *(f"  {name:<10}  {value}" for name, value in facts)]
+    if sample:
+        lines += ["", "  sample", *(f"    {line}" for line in sample.splitlines())]
+    return "\n".join(lines)
+
+
+def next_steps(folder: Path) -> str:
+    """What to type after a single run: write text, evaluate, compare."""
+    commands = [
+        (f'python -m polarlm generate {folder} --prompt "The "', "write more text"),
+        (f"{typed_command('eval')} checkpoint={folder} protocol=length", "read longer contexts than it was trained on"),
+        (f"{typed_command('train')} -m block=standard,xsa,polar seed=1,2,3", "train three blocks on three seeds"),
+        (f"python -m polarlm compare {folder.parent}", "then compare them: report.html"),
+    ]
+    return "\n".join(["", "  next", *(f"    {command}\n      {why}" for command, why in commands)])
+
+
+def metric_lines(summary: dict[str, Any]) -> list[str]:
+    """A row per judged split and per baseline, a column per metric that any of them has."""
+    numbers = {
+        name: {metric.name: summary.get(f"{split}/{metric.name}") for metric in METRICS}
+        for split, name in (("val", "validation"), ("test", "test"))
+        if f"{split}/loss" in summary
+    }
+    numbers |= {f"{name} baseline": values for name, values in (summary.get("baselines") or {}).items()}
+    shown = [m for m in METRICS if any(values.get(m.name) is not None for values in numbers.values())]
+    rows = [["", *(metric.short for metric in shown)]]
+    rows += [[name, *(formatted(m.name, values.get(m.name)) for m in shown)] for name, values in numbers.items()]
+    return indented(rows)
+
+
+def undertrained_note(summary: dict[str, Any]) -> list[str]:
+    """A warning where counting pairs of tokens predicts better than the model does."""
+    loss, bigram = summary.get("val/loss"), ((summary.get("baselines") or {}).get("bigram") or {}).get("loss")
+    if loss is None or bigram is None or loss < bigram:
+        return []
+    return [
+        "",
+        "  Not yet better than the bigram table: undertrained, more steps needed before blocks can be compared.",
+    ]
+
+
+def spaced(number: str) -> str:
+    """'1.5M' → '1.5 M', where a unit follows."""
+    return f"{number[:-1]} {number[-1]}" if number[-1].isalpha() else f"{number} "
+
+
+def speed(summary: dict[str, Any]) -> str:
+    """Tokens, the seconds their training took, the speed of its steady state; other time is told apart."""
+    seconds, total = summary.get("training_seconds"), summary["seconds"]
+    if not seconds:
+        return f"{summary['tokens']:,} in {clock(total)}"
+    rate = summary.get("tokens_per_second")
+    text = f"{summary['tokens']:,} in {clock(seconds)} of training"
+    text += f" ({short(rate)} tokens/s)" if rate else " (speed n/a: the first step only warms up)"
+    if compiling := summary.get("compile_seconds"):
+        text += f", {clock(compiling)} of it compiling"
+    return f"{text}, {clock(total - seconds)} more for validation and diagnostics"
+
+
+def share_of_peak(mfu: float | None) -> str:
+    """', 12 % of the hardware's peak', or nothing where that is not known."""
+    return "" if mfu is None else f", {100 * mfu:.0f} % of the hardware's peak"
+
+
+def step_split(parts: dict[str, float | None]) -> str:
+    """'data 1 %, forward 30 %, …' of a typical step."""
+    known = {name: seconds for name, seconds in parts.items() if seconds is not None}
+    total = sum(known.values())
+    if not total:
+        return "n/a"
+    return f"{1000 * total:.0f} ms: " + ", ".join(
+        f"{name} {100 * value / total:.0f} %" for name, value in known.items()
+    )

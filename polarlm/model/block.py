@@ -23,9 +23,17 @@ class Block(nn.Module):
     mixer: Mixer
     feed_forward: nn.Module
 
-    def __init__(self, mixer: Mixer, feed_forward: nn.Module, shape: MixerShape, frame: str = "pre") -> None:
+    def __init__(
+        self,
+        mixer: Mixer,
+        feed_forward: nn.Module,
+        shape: MixerShape,
+        frame: str = "pre",
+        tangent: tuple[bool, bool] = (False, False),
+    ) -> None:
         super().__init__()
-        FRAMES[frame].check(mixer)
+        FRAMES[frame].check(mixer, tangent)
+        self.tangent = tangent  # whether what the mixer, and what the feed-forward adds is projected off the stream
         self.mixer_norm = FRAMES[frame].around(shape, raw=not mixer.pre_norm)
         self.mixer = mixer
         self.ffn_norm = FRAMES[frame].around(shape)
@@ -41,9 +49,9 @@ class Block(nn.Module):
 
     def _forward(self, x: Tensor, context: TokenContext) -> Tensor:
         step = self.mixer(self.mixer_norm.read(x), context)
-        middle = self._join(self.mixer_norm, x, step, self.mixer.project_stream != "none")
+        middle = self._join(self.mixer_norm, x, step, self.tangent[0])
         step = self.feed_forward(self.ffn_norm.read(middle))
-        after = self._join(self.ffn_norm, middle, step, self.mixer.project_stream == "both")
+        after = self._join(self.ffn_norm, middle, step, self.tangent[1])
         if context.record is not None:
             context.record.update(residual_in=x, residual_mid=middle, residual_out=after)
         return after
@@ -73,11 +81,11 @@ def mixer_shape(config: GPTConfig, layer: int, stream_std: float) -> MixerShape:
 def build_block(config: GPTConfig, shape: MixerShape, mixer: Callable[[MixerShape], Mixer]) -> Block:
     """A fresh block; `mixer` makes its attention half, whose W_o is then calibrated."""
     feed_forward = build_feed_forward(config.ffn, config.d_model, config.ffn_mult, shape.initial, config.ffn_width)
-    if (change := FRAMES[config.frame].around_feed_forward) is not None:
+    if (change := FRAMES[config.connection].around_feed_forward) is not None:
         change(feed_forward)
     attention = mixer(shape)
     calibrate(attention)
-    return Block(attention, feed_forward, shape, config.frame)
+    return Block(attention, feed_forward, shape, config.connection, config.tangent)
 
 
 @operation

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import warnings
 from typing import Any
 
 import torch
 
 from polarlm.attention.mixer import Mixer
+from polarlm.block_keys import OLD, current_block, is_parted, part_settings
 from polarlm.errors import UserError
 from polarlm.model import GPT, GPTConfig
 from polarlm.model.config import FRAME_NAMES
@@ -22,7 +22,7 @@ LEAST_ATTENTION = 1e-3  # less than this to all earlier tokens together, in ever
 
 def build_model(config: dict[str, Any], vocab_size: int, *, stored: bool = False) -> GPT:
     """The GPT that `model` and `block` describe, with fresh weights; `stored`: a run folder holds the configuration."""
-    mixer, options = target_of(config["block"], "block", Mixer, stored=stored)
+    mixer, options = target_of(current_block(config["block"]), "block", Mixer, stored=stored)
     model = config["model"] | frame_of(options.pop("frame", None), config["model"])
     size = read_settings(GPTConfig, {**model, "vocab_size": vocab_size}, "model")
     try:
@@ -37,10 +37,14 @@ def frame_of(block_frame: str | None, model: dict[str, Any]) -> dict[str, str]:
         return {}
     if block_frame not in FRAME_NAMES:
         raise UserError(f"block.frame is {block_frame!r}; allowed: {', '.join(FRAME_NAMES)}.")
-    chosen = model.get("frame", "pre")
-    if chosen not in ("pre", block_frame):
-        raise UserError(f"block.frame={block_frame} and model.frame={chosen} name two frames; leave out model.frame.")
-    return {"frame": block_frame}
+    (block_base, plus, block_suffix), (base, _, suffix) = (
+        frame.partition("+") for frame in (block_frame, model.get("frame", "pre"))
+    )
+    if (base not in ("pre", block_base) and block_base != "pre") or (suffix and suffix != block_suffix):
+        raise UserError(
+            f"block.frame={block_frame} and model.frame={model['frame']} name two frames; leave out model.frame."
+        )
+    return {"frame": f"{base if block_base == 'pre' else block_base}{plus}{block_suffix}"}
 
 
 @torch.no_grad()
@@ -64,13 +68,15 @@ def warn_about_blind_blocks(model: GPT) -> None:
 
 
 def warn_about_idle_settings(model: GPT, block: dict[str, Any]) -> None:
-    """Say which hyperparameters were set although the chosen switches leave no use for them."""
+    """Say which settings of the polar block's parts were given although the other parts leave no use for them."""
     mixer: Any = model.blocks[0].mixer
-    if not hasattr(mixer, "without_effect"):
+    if not hasattr(mixer, "without_effect") or not is_parted(block):
         return
-    defaults = inspect.signature(type(mixer)).parameters
     for name in sorted(mixer.without_effect()):
-        if name in block and block[name] != defaults[name].default:
-            warnings.warn(
-                f"block.{name}={block[name]} has no effect with the other settings of this block", stacklevel=2
-            )
+        for part in OLD.get(name, ("",))[0].split():
+            given = block.get(part, {})
+            shipped = part_settings(part, given.get("kind", ""))
+            own = name in shipped and name in given and not str(shipped[name]).startswith("${")
+            if own and given[name] != shipped[name]:
+                message = f"block.{part}.{name}={given[name]} has no effect with the other settings of this block"
+                warnings.warn(message, stacklevel=2)

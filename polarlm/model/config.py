@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from polarlm.errors import UserError
 from polarlm.settings import setting
 
-FRAME_NAMES = ("pre", "post", "scaled", "geodesic", "ngpt")  # polarlm/model/frames.py
+CONNECTIONS = ("pre", "post", "scaled", "geodesic", "ngpt")  # polarlm/model/frames.py
+# Behind a +: which branches add only what is orthogonal to the stream, attention or the feed-forward too.
+FRAME_NAMES = tuple(name + suffix for suffix in ("", "+tangent", "+tangent_both") for name in CONNECTIONS)
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class GPTConfig:
     zero_init: bool = False  # maps that add to the stream (attention output, feed-forward down) start at zero
     logit_cap: float | None = setting(None, at_least=0.1, at_most=10**6)  # c: logits are c tanh(logits / c)
     # The residual frame: pre (normalised before each branch) | post (after each addition) | scaled (pre, deeper layers
-    # read less) | geodesic (steps along a sphere) | ngpt (everything on spheres).
+    # read less) | geodesic (steps along a sphere) | ngpt (everything on spheres); pre+tangent, …: attention adds only
+    # what is orthogonal to the stream; pre+tangent_both: the feed-forward too.
     frame: str = setting("pre", choices=FRAME_NAMES)
     checkpointing: bool = False  # recompute each block in the backward pass instead of storing it
 
@@ -62,7 +65,7 @@ class GPTConfig:
         for key, allowed in (("init", ("width", "gpt2")), ("frame", FRAME_NAMES)):
             if getattr(self, key) not in allowed:
                 raise UserError(f"model.{key} is {getattr(self, key)!r}; allowed: {', '.join(allowed)}.")
-        if self.frame == "ngpt" and self.zero_init:
+        if self.connection == "ngpt" and self.zero_init:
             raise UserError(
                 "model.zero_init=true contradicts the frame ngpt, whose matrices have rows or columns of length 1; set "
                 "model.zero_init=false."
@@ -85,6 +88,17 @@ class GPTConfig:
     def least_parameters(self) -> int:
         """A lower bound of the parameters, whatever the block, from the sizes alone."""
         return self.d_model * (self.vocab_size + self.n_layer * self.channels_per_layer())
+
+    @property
+    def connection(self) -> str:
+        """The frame's name without its projections."""
+        return self.frame.partition("+")[0]
+
+    @property
+    def tangent(self) -> tuple[bool, bool]:
+        """Whether what attention, and what the feed-forward adds is projected off the stream."""
+        suffix = self.frame.partition("+")[2]
+        return suffix != "", suffix == "tangent_both"
 
     @property
     def head_size(self) -> int:

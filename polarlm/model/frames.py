@@ -121,22 +121,22 @@ class Frame:
     around_feed_forward: Callable[[nn.Module], None] | None = None  # changes it in place
     after_step: Callable[[Any], None] | None = None  # puts the model's weights back where they belong
 
-    def check(self, mixer: Mixer) -> None:
+    def check(self, mixer: Mixer, tangent: tuple[bool, bool]) -> None:
         """Refuse a mixer that contradicts the frame, and warn of a switch that the frame leaves nothing to do."""
         if not mixer.pre_norm and self.connection is ScaledNorm:
             raise UserError(
                 "model.frame=scaled scales what a norm hands to the block, and this block reads the raw stream; set "
-                "block.norm_position=both, or another frame."
+                "block.inputs.norm_position=both, or another frame."
             )
         if mixer.tie_output and self.after_step is not None:
             raise UserError(
-                "block.tie_output=true keeps W_v orthonormal, and model.frame=ngpt gives every row of it length 1; set "
-                "block.tie_output=false, or another frame."
+                "block/output=tied keeps W_v orthonormal, and model.frame=ngpt gives every row of it length 1; set "
+                "block/output=free, or another frame."
             )
-        if mixer.project_stream != "none" and self.connection is Geodesic and mixer.shape.layer == 0:
+        if any(tangent) and self.connection is Geodesic and mixer.shape.layer == 0:
             warnings.warn(
-                f"block.project_stream={mixer.project_stream} has no effect with model.frame=geodesic, which walks "
-                "along the tangential part of every step anyway",
+                f"+tangent{'_both' * tangent[1]} has no effect with the frame geodesic, which walks along the "
+                "tangential part of every step anyway",
                 stacklevel=3,
             )
 

@@ -42,7 +42,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = c = config
         self.embedding = nn.Embedding(c.vocab_size, c.d_model)
-        self.frame = FRAMES[c.frame]
+        self.frame = FRAMES[c.connection]
         # Beside a stream of unit size, what fresh blocks add is as little as nothing.
         small_branches = c.zero_init or self.frame.unit_stream
         std = embedding_std(c.vocab_size, c.d_model, c.tie_embeddings, c.init, small_branches)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from polarlm.attention import PolarAttention
 from polarlm.attention.calibration import calibrate
 from polarlm.attention.mixer import KeyValueCache, MixerShape, TokenContext
+from polarlm.block_keys import OLD, PARTS, SYMBOLS
 from polarlm.errors import UserError, did_you_mean
 from polarlm.geometry import rotary_tables
 from polarlm.model.block import build_block, decode_layer, mixer_shape
@@ -25,10 +26,6 @@ from polarlm.model.config import GPTConfig
 from polarlm.model.gpt import document_positions
 from polarlm.operations import closed
 from polarlm.settings import read_settings
-
-# What one layer hands to the next inside a GPT; a layer on its own has no such neighbour.
-BETWEEN_LAYERS = {"value_residual": False, "uncertainty": "none"}
-OPTIONS = {name: p for name, p in inspect.signature(PolarAttention).parameters.items() if name != "shape"}
 
 
 class _Layer(nn.Module):
@@ -79,8 +76,8 @@ class _Layer(nn.Module):
 class PolarSelfAttention(_Layer):
     """Causal polar attention with rotary positions, in place of a self-attention module; x is the normalised stream.
 
-    `options` are those of PolarAttention. A fresh layer adds as much as one of `n_layer` layers should. The projection
-    of the step off the residual stream (`project_stream`) needs the stream: PolarBlock has it.
+    `options` are those of PolarAttention: its parts and symbols. A fresh layer adds as much as one of `n_layer` layers
+    should. The projection of the step off the residual stream needs the stream: PolarBlock has it.
     """
 
     def __init__(
@@ -96,13 +93,14 @@ class PolarSelfAttention(_Layer):
         **options: Any,
     ) -> None:
         super().__init__()
-        if "project_stream" in options:
-            raise UserError("project_stream changes what is added to the residual stream; use PolarBlock for it.")
+        if "frame" in options:
+            raise UserError("frame changes what is added to the residual stream; use PolarBlock for it.")
         sizes = dict(d_model=d_model, n_head=n_head, n_kv_head=n_kv_head, head_dim=head_dim, n_layer=n_layer)
         config = _size(**sizes, dropout=dropout, rope_base=rope_base)
         self.shape = mixer_shape(config, 0, stream_std=1.0)
         _check_options(type(self), options)
-        self.attention = _build(lambda: PolarAttention(self.shape, **options, project_stream="none"))
+        self.attention = _build(lambda: PolarAttention(self.shape, **options))
+        _check_alone(self.attention)
         calibrate(self.attention)
 
     @property
@@ -124,8 +122,8 @@ class PolarSelfAttention(_Layer):
 class PolarBlock(_Layer):
     """The whole residual block: norm, polar attention, feed-forward, and steps orthogonal to the stream.
 
-    `project_stream` says which branches add only what is orthogonal to the stream: none, attention (the default) or
-    both. Other `options` are those of PolarAttention.
+    `frame` is the residual frame: in pre+tangent (the default) attention adds only what is orthogonal to the stream, in
+    pre+tangent_both the feed-forward too. Other `options` are those of PolarAttention.
     """
 
     def __init__(
@@ -141,15 +139,18 @@ class PolarBlock(_Layer):
         ffn: str = "swiglu",
         ffn_mult: float = 4.0,
         norm_eps: float = 1e-6,
+        frame: str = "pre+tangent",
         **options: Any,
     ) -> None:
         super().__init__()
         sizes = dict(d_model=d_model, n_head=n_head, n_kv_head=n_kv_head, head_dim=head_dim, n_layer=n_layer)
-        config = _size(**sizes, dropout=dropout, rope_base=rope_base, ffn=ffn, ffn_mult=ffn_mult, norm_eps=norm_eps)
+        others = dict(dropout=dropout, rope_base=rope_base, ffn=ffn, ffn_mult=ffn_mult, norm_eps=norm_eps, frame=frame)
+        config = _size(**sizes, **others)
         self.shape = mixer_shape(config, 0, stream_std=1.0)
         _check_options(type(self), options)
         mixer = functools.partial(PolarAttention, **options)
         self.block = _build(lambda: build_block(config, self.shape, mixer))
+        _check_alone(self._mixer)
 
     @property
     def _mixer(self) -> PolarAttention:
@@ -167,18 +168,24 @@ def _size(**sizes: Any) -> GPTConfig:
 
 
 def _check_options(layer: type, options: dict[str, Any]) -> None:
-    """Names and plain types of PolarAttention's options; the values are checked by PolarAttention itself."""
+    """Names of PolarAttention's options; the values are checked by PolarAttention itself."""
+    known = [*PARTS, *SYMBOLS, *OLD]
     for name, value in options.items():
-        if name not in OPTIONS:
-            known = [*OPTIONS, *inspect.signature(layer).parameters]
-            near = did_you_mean(name, known)
+        if name not in known or name == "project_stream":
+            near = did_you_mean(name, [*known, *inspect.signature(layer).parameters])
             raise UserError(f"{layer.__name__} has no argument '{name}'. {near}See PolarAttention for all.")
-        if isinstance(OPTIONS[name].default, bool) and not isinstance(value, bool):
+        if name in OLD and isinstance(OLD[name][1], bool) and not isinstance(value, bool):
             raise UserError(f"{name} is {value!r}; it must be True or False.")
-        if name in BETWEEN_LAYERS and value not in (BETWEEN_LAYERS[name], False):
-            raise UserError(f"{name}={value!r} passes something from layer to layer, so it needs polarlm.model.GPT.")
     if isinstance(frozen := options.get("frozen", ()), str):
         raise UserError(f"frozen is {frozen!r}; it must be a list of names.")
+
+
+def _check_alone(mixer: PolarAttention) -> None:
+    """What one layer hands to the next inside a GPT needs a GPT: a layer on its own has no such neighbour."""
+    if mixer.value_residual is not None:
+        raise UserError("value_residual=True passes something from layer to layer, so it needs polarlm.model.GPT.")
+    if mixer.uncertainty != "none":
+        raise UserError("precision='carried' passes something from layer to layer, so it needs polarlm.model.GPT.")
 
 
 def _build(make: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Sentences that the settings of the runs write: what all share, what follows from the block, how it was measured."""
+"""Captions made from the settings of the runs: what all share, what each block sets itself, how it was measured."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ _SAID = (
 
 
 def shared_caption(groups: Sequence[Group]) -> str:
-    """What all runs have in common, once, instead of in every label."""
+    """The settings that all runs share."""
     runs = [run for group in groups for run in group.runs]
     shared = shared_settings(groups)
     words = []
@@ -42,11 +42,11 @@ def block_caption(groups: Sequence[Group]) -> str:
 
 
 def usual_caption(groups: Sequence[Group]) -> str:
-    """What a label that says nothing else stands for, where labels name only what is unusual."""
+    """The usual values that labels leave out when they list only unusual ones."""
     words = []
     for block, usual in usual_settings(groups).items():
         values = dict.fromkeys(f"{short_key(key)}={show(value)}" for key, value in usual.items())
-        words.append(f"Where its label says nothing else, {block} has {', '.join(values)}.")
+        words.append(f"Unless its label says otherwise, {block} has {', '.join(values)}.")
     return " ".join(words)
 
 

@@ -132,9 +132,8 @@ def _write_all(arguments: argparse.Namespace, cache: dict, reload_seconds: float
     from polarlm.report.tables import csv_report, json_report, latex_report, protocol_caption, text_report
     from polarlm.runs.reading import find_run_folders, read_runs
     from polarlm.verdict.groups import group_runs
-    from polarlm.verdict.judgement import judge_groups
-    from polarlm.verdict.looks import Looks
-    from polarlm.verdict.published import compare_published, published_sentence
+    from polarlm.verdict.headline import compare_published, published_sentence
+    from polarlm.verdict.judgement import Looks, judge_groups
 
     groups = group_runs(selected(read_runs(find_run_folders(arguments.runs), cache), arguments))
     runs = [run for group in groups for run in group.runs]

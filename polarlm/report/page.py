@@ -15,15 +15,16 @@ import polarlm
 from polarlm.report.captions import block_caption, shared_caption, usual_caption
 from polarlm.report.payload import link_to
 from polarlm.report.records import answers_table, numbers_table
-from polarlm.report.sections import progress, samples
 from polarlm.report.tables import Table, difference_table, results_table, show_count
 from polarlm.runs.files import write_text
+from polarlm.runs.reading import Run
 from polarlm.verdict.groups import ABSENT, Group
 from polarlm.verdict.headline import headline
 from polarlm.verdict.judgement import CLOCKS, UNEQUAL, Judged, Judgement
 from polarlm.verdict.notes import reference_losses
 
 LONG, FEW = 15, 3  # rows
+LONGEST_SAMPLE = 700  # characters
 SCRIPTS = (
     "state.js",
     "figures.js",
@@ -48,19 +49,19 @@ def render_page(groups: Sequence[Group], judgement: Judgement, payload: dict[str
     return Template(_asset("page.html")).substitute(
         title=escape(f"polarlm: {finding}"),
         css=_asset("page.css"),
-        headline=escape(finding),
+        headline=_words(finding),
         meta=escape(_meta(groups, payload)),
         shared=escape(" ".join(filter(None, (say(groups) for say in (shared_caption, block_caption, usual_caption))))),
         final_table=_html(results_table(judgement), judgement),
-        final_caption=escape(_final_caption(groups, judgement)),
+        final_caption=_words(_final_caption(groups, judgement)),
         verdicts=_folded(f"<ul>{''.join(verdicts)}</ul>", len(verdicts), "verdicts in words")
         if len(groups) > 1
         else "",
-        notes="".join(f'<p class="note">{escape(note)}</p>' for note in judgement.notes),
+        notes="".join(f'<p class="note">{_words(note)}</p>' for note in judgement.notes),
         difference_table=_differences(groups),
         evaluated=_evaluated(groups),
-        samples=samples(groups),
-        progress=progress(groups),
+        samples=_samples(groups),
+        progress=_progress(groups),
         run_table=_run_table(groups, judgement, out),
         footer=escape(f"Made by polarlm {polarlm.__version__} on {payload['created']}; charts by plotly.js, embedded."),
         plotly=_plotly(),
@@ -93,10 +94,15 @@ def _meta(groups: Sequence[Group], payload: dict[str, Any]) -> str:
     return " · ".join([*words, f"written {payload['created'].replace('T', ' ')}"])
 
 
+def _words(text: str) -> str:
+    """Text as HTML; no line begins with a percent sign."""
+    return escape(text).replace(" %", "&nbsp;%")
+
+
 def _verdict(row: Judged) -> str:
-    """The claim, and the rest for who wants to know."""
-    claim, *rest = (escape(part) for part in row.parts)
-    more = f" <details><summary>how it is known, what it cost</summary> {' '.join(rest)}</details>" if rest else ""
+    """The claim, with its evidence and cost folded away."""
+    claim, *rest = (_words(part) for part in row.parts)
+    more = f" <details><summary>evidence and cost</summary> {' '.join(rest)}</details>" if rest else ""
     return f"<li>{claim}{more}</li>"
 
 
@@ -170,6 +176,67 @@ def _run_table(groups: Sequence[Group], judgement: Judgement, out: Path | None) 
             rows.append([f'<a href="{address}">{escape(run.name)}</a>', *map(escape, cells), links])
     columns = ["run", "group", "seed", "status", judgement.measure.unit, "tokens", "seconds", "files"]
     return _folded(_left_table(columns, rows), len(rows), "runs")
+
+
+def _samples(groups: Sequence[Group]) -> str:
+    """What a run of each group writes, side by side; of the lowest seed that all groups have where there is one."""
+    having = [(g, runs) for g in groups if (runs := [run for run in g.runs if _sample(run)])]
+    shared = set.intersection(*({run.seed for run in runs} for _, runs in having)) if having else set()
+    cards = []
+    for group, runs in having:
+        run = next((r for r in runs if shared and r.seed == min(shared)), runs[0])
+        text = _sample(run)
+        shown = text[:LONGEST_SAMPLE] + ("…" if len(text) > LONGEST_SAMPLE else "")
+        cards.append(
+            f'<div class="sample"><h3>{escape(group.label)} <small>seed {run.seed}</small></h3>'
+            f"<blockquote>{escape(shown)}</blockquote></div>"
+        )
+    if not cards:
+        return ""
+    options = groups[0].runs[0].settings
+    words = [f"temperature {options['sample.temperature']}"] if "sample.temperature" in options else []
+    words += [f"top-k {options['sample.top_k']}"] if options.get("sample.top_k") else []
+    words += [f"prompt “{options['sample.prompt']}”"] if options.get("sample.prompt") else []
+    note = f'<p class="lead">Written at the end of training{escape(": " + ", ".join(words) if words else "")}.</p>'
+    return f'<section id="samples"><h2>Samples</h2>{note}<div class="samples">{"".join(cards)}</div></section>'
+
+
+def _progress(groups: Sequence[Group]) -> str:
+    """A bar per unfinished run and a count of all; nothing when everything is finished."""
+    runs = [run for group in groups for run in group.runs]
+    open_ = [run for run in runs if run.status != "finished"]
+    if not open_:
+        return ""
+    rows = []
+    for run in open_:
+        share, left = _share_done(run)
+        words = f"{100 * share:.0f} %" if share is not None else "—"
+        if left is not None and run.status == "running":
+            words += f", {left / 60:.0f} min left" if left >= 90 else f", {left:.0f} s left"
+        bar = f'<progress max="1" value="{share or 0:.3f}" aria-label="{escape(run.name, quote=True)}"></progress>'
+        rows.append(f"<tr><td>{escape(run.name)}</td><td>{escape(run.status)}</td><td>{bar}</td><td>{words}</td></tr>")
+    done = sum(run.status == "finished" for run in runs)
+    head = f"{done} of {len(runs)} runs finished"
+    table = f'<div class="scroll"><table class="left progress"><tbody>{"".join(rows)}</tbody></table></div>'
+    return f'<section id="progress"><h2>Sweep progress</h2><p class="lead">{head}.</p>{table}</section>'
+
+
+def _share_done(run: Run) -> tuple[float | None, float | None]:
+    """(share done, seconds left) as far as they can be told."""
+    steps, tokens = run.settings.get("trainer.max_steps"), run.settings.get("trainer.max_tokens")
+    at = run.number("tokens") if tokens else None
+    goal: float | None = float(tokens) if tokens else None
+    if goal is None and isinstance(steps, (int, float)) and len(run.metrics):
+        goal, at = float(steps), float(run.metrics.columns["step"][-1])
+    if not goal or at is None:
+        return None, None
+    share, seconds = min(1.0, at / goal), run.number("seconds")
+    return share, seconds * (1 - share) / share if seconds and share else None
+
+
+def _sample(run: Run) -> str:
+    text = run.summary.get("sample")
+    return text if isinstance(text, str) else ""
 
 
 def _folded(html: str, count: int, what: str) -> str:

@@ -1,4 +1,4 @@
-"""How the probe's quantities are called on the page; an unknown name is shown as it is: a new probe needs no edit."""
+"""Titles, units and meanings of the probe's quantities; an unknown quantity is shown under its own name."""
 
 import re
 from dataclasses import dataclass

@@ -11,7 +11,7 @@ from polarlm.evaluation.metrics import METRICS
 from polarlm.report.tables import Table, show_estimate
 from polarlm.runs.evaluations import FOLDER
 from polarlm.runs.files import json_object
-from polarlm.verdict.estimates import estimate_mean
+from polarlm.verdict.evidence import estimate_mean
 from polarlm.verdict.groups import Group
 
 LOSS = "loss (nats per token)"

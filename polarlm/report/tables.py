@@ -10,7 +10,7 @@ from typing import Any
 
 from polarlm.columns import aligned
 from polarlm.report.captions import shared_caption, usual_caption
-from polarlm.verdict.estimates import Estimate
+from polarlm.verdict.evidence import Estimate
 from polarlm.verdict.groups import Group, config_differences, show
 from polarlm.verdict.headline import headline
 from polarlm.verdict.judgement import Judgement
@@ -30,7 +30,9 @@ class Table:
 
 def results_table(judgement: Judgement) -> Table:
     """One row per group: judged losses with intervals, the difference to the baseline, and what it cost."""
-    losses = judgement.measure.siblings()
+    judged_name, *others = judgement.measure.siblings()
+    known = [m for m in others if any(judged.estimates[m].n for judged in judgement.rows)]
+    losses = [judged_name, *known]
     columns = ["group", "seeds", *(Measure(m).title for m in losses)]
     columns += ["Δ to baseline", "p", "verdict", "parameters", "head", "tokens", "FLOPs", "seconds", "tokens/s"]
     rows = []

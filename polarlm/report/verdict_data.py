@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from polarlm.verdict.comparison import NOT_SHOWN, Comparison
+from polarlm.verdict.comparison import NOT_SHOWN, Comparison, seeds_to_decide, smallest_effect
 from polarlm.verdict.evidence import ALPHA
 from polarlm.verdict.groups import Group, short_key, varied_number, varied_value
 from polarlm.verdict.judgement import UNEQUAL, Judged, Judgement, seed_losses
-from polarlm.verdict.power import seeds_to_decide, smallest_effect
 
 # A parameter that spans more than this is drawn on a logarithmic axis.
 DECADES_FROM = 20.0

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from polarlm.block_keys import flat_block, is_parted
 from polarlm.errors import UserError
 
 # Settings that may change between a killed run and its continuation without making it another experiment.
@@ -37,8 +38,9 @@ def experiment_of(config: dict[str, Any]) -> dict[str, Any]:
     if config.get("match") is None:  # as before there was such a setting
         kept = {key: value for key, value in kept.items() if key not in ("match", "match_block")}
     block = with_additions(config).get("block")
-    if isinstance(block, dict):  # as before there were these settings
-        kept["block"] = {k: v for k, v in block.items() if k not in ADDED or v != ADDED[k][0]}
+    if isinstance(block, dict):  # as before there were parts, and these settings
+        flat = without_silent(flat_block(block))
+        kept["block"] = {k: v for k, v in flat.items() if k not in ADDED or v != ADDED[k][0]}
     matched = config.get("matched")
     if matched:  # what `match=` solved follows from the rest: the experiment is what was asked
         group, _, name = matched["key"].partition(".")
@@ -52,11 +54,15 @@ def with_additions(config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(block, dict):
         return config
     later = {name: neutral for name, (neutral, _, blocks) in ADDED.items() if block.get("_target_") in blocks}
-    block = later | block
+    return {**config, "block": block if is_parted(block) else without_silent(later | block)}
+
+
+def without_silent(block: dict[str, Any]) -> dict[str, Any]:
+    """The flat settings of a block without those that say nothing at the value of another."""
     for name, (neutral, silent, _) in ADDED.items():
         if block.get(name) == neutral:
             block = {key: value for key, value in block.items() if key not in silent}
-    return {**config, "block": block}
+    return block
 
 
 def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

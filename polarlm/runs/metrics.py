@@ -1,12 +1,20 @@
-"""metrics.jsonl as columns: fast (pyarrow parses), tolerant of a torn last line, sampled when it is long."""
+"""What a run records step by step: metrics.jsonl and diagnostics/probe.jsonl as arrays, and incidents.json.
+
+metrics.jsonl becomes columns: fast (pyarrow parses), tolerant of a torn last line, sampled when it is long.
+"""
+
+from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from polarlm.errors import UserError
 from polarlm.evaluation.metrics import METRICS
+from polarlm.runs.files import read_json
 
 # What the report draws. Everything else in a row is skipped by the parser and costs next to nothing.
 COLUMNS = (
@@ -116,3 +124,84 @@ def is_object(line: bytes) -> bool:
 
 def _number(value: object) -> float:
     return float(value) if isinstance(value, (int, float)) else np.nan
+
+
+# -- diagnostics/probe.jsonl: what the probe saw inside a run, thinned over time --------------------------------------
+
+
+# What a trajectory needs; the newest probe is always among them.
+MAX_PROBES = 40
+
+
+@dataclass(frozen=True)
+class StoredProbe:
+    """One look inside a run: arrays of shape (), (layers,), (layers + 1,) or (layers, heads), and lag profiles."""
+
+    step: float
+    tokens: float
+    layers: int
+    values: dict[str, np.ndarray]
+    profiles: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def read_probes(path: Path, max_probes: int = MAX_PROBES) -> tuple[list[StoredProbe], int]:
+    """At most `max_probes` probes in order of steps (newest included) and the number of unreadable lines."""
+    try:
+        lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
+    except FileNotFoundError:
+        return [], 0
+    unreadable = 0
+    if lines and not is_object(lines[-1]):  # being written, or cut off by a kill
+        lines.pop()
+        unreadable += 1
+    if not lines:
+        return [], unreadable
+    probes: dict[float, StoredProbe] = {}
+    for index in np.unique(np.linspace(0, len(lines) - 1, min(max_probes, len(lines))).round().astype(int)):
+        try:
+            probe = _parse(json.loads(lines[index]))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
+            unreadable += 1
+            continue
+        probes[probe.step] = probe  # a continued run may repeat a step: the later line counts
+    return [probes[step] for step in sorted(probes)], unreadable
+
+
+def _parse(row: dict[str, Any]) -> StoredProbe:
+    values = {name: _array(value) for name, value in row["values"].items() if value is not None}
+    profiles = {}
+    for name, profile in (row.get("profiles") or {}).items():
+        x, y = _array(profile["x"]), _array(profile["y"])
+        if y.shape[-1:] == x.shape:
+            profiles[name] = {"x": x, "y": y, "xlabel": str(profile.get("xlabel", "lag"))}
+    return StoredProbe(float(row["step"]), float(row["tokens"]), int(row["layers"]), values, profiles)
+
+
+def _array(value: Any) -> np.ndarray:
+    return np.asarray(value, dtype=float)  # None inside a list (a nan or inf that JSON does not know) becomes nan
+
+
+# -- incidents.json: steps that went wrong, and what was done about them (training/incidents.py) ----------------------
+
+
+FILE = "incidents.json"
+
+
+def detours(folder: Path) -> list[tuple[int, int]]:
+    """(after step, batches left out) of every rewind of a run, in order: which batches a step reads follows from it."""
+    known = read_incidents(folder)
+    try:
+        return sorted((int(i["after_step"]), int(i["skipped_batches"])) for i in known if i["action"] == "rewind")
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"{folder / FILE} is damaged; restore it from a copy") from None
+
+
+def read_incidents(folder: Path) -> list[dict[str, Any]]:
+    """The record of a run; a damaged one is a UserError, because which batches come next follows from it."""
+    file = folder / FILE
+    known = read_json(file, list)
+    if known is None:
+        return []
+    if not all(isinstance(one, dict) and "action" in one for one in known):
+        raise UserError(f"{file} is damaged; restore it from a copy")
+    return known

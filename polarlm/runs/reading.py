@@ -14,12 +14,12 @@ from typing import Any
 
 import yaml
 
+from polarlm.block_keys import brief_block
 from polarlm.data.atomic import parse_json
 from polarlm.errors import UserError
 from polarlm.runs.files import parse_config, printable, require_plain_files
 from polarlm.runs.identity import flatten, with_additions
-from polarlm.runs.metrics import Metrics, read_metrics
-from polarlm.runs.probes import MAX_PROBES, StoredProbe, read_probes
+from polarlm.runs.metrics import MAX_PROBES, Metrics, StoredProbe, read_metrics, read_probes
 
 FILES = ("config.yaml", "summary.json", "metrics.jsonl", "diagnostics/probe.jsonl")
 # A run that says "running" but has not written for so long was killed (or its machine went away).
@@ -44,7 +44,10 @@ class Run:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """The configuration as dotted keys."""
-        return dict(flatten(with_additions(self.config))) if self.config else {}
+        if not self.config:
+            return {}
+        config = with_additions(self.config)
+        return dict(flatten(config | {"block": brief_block(config["block"])} if "block" in config else config))
 
     @property
     def name(self) -> str:

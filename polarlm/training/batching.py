@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from polarlm.errors import UserError
+from polarlm.runs.files import read_config
+from polarlm.runs.folder import choose_folder
+from polarlm.training.ranks import is_first, shared_folder
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,7 @@ class BatchPlan:
         return self.context * self.micro * self.accumulate * self.processes
 
 
-AUTO_TOKENS = 16384  # what micro_batch_tokens=auto means where no card decides it: training/micro_batch.py
+AUTO_TOKENS = 16384  # what micro_batch_tokens=auto means where no card decides it: with_micro_batch
 
 
 def plan_batches(batch_tokens: int, context: int, processes: int, micro_batch_tokens: int | str) -> BatchPlan:
@@ -60,3 +65,108 @@ def total_steps(max_steps: int | None, max_tokens: float | None, batch_tokens: i
             f"The run would have {steps} steps; set trainer.max_steps (or trainer.max_tokens) to at least 1"
         )
     return int(steps)
+
+
+# -- trainer.micro_batch_tokens=auto: as many tokens at once as fit the GPU --------------------------------------------
+
+
+USABLE = 0.9  # of the memory: driver, communication and fragmentation take the rest
+
+
+def with_micro_batch(config: dict[str, Any], vocabulary: int, accelerator: str, precision: str) -> dict[str, Any]:
+    """The configuration with a number where micro_batch_tokens=auto stood, and a note that it was found.
+
+    The memory of a step is counted on fake tensors (planning/memory.py), which says where to begin; one real step then
+    proves it, and where the GPU refuses, half is tried. The number is stored in the run's config.yaml: a resumed run,
+    and the other processes, take it from there, so that gradients are added up in the same order.
+    """
+    if config["trainer"]["micro_batch_tokens"] != "auto":
+        return config
+    stored = _stored(config)
+    if stored is not None:
+        tokens = int(stored["trainer"]["micro_batch_tokens"])
+    elif accelerator != "cuda":
+        tokens = AUTO_TOKENS
+    else:
+        import torch
+
+        memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        processes = config["trainer"]["devices"] * config["trainer"]["nodes"]
+        candidates = fitting_tokens(config, vocabulary, precision, processes, memory)
+        tokens = first_that_runs(candidates, lambda tokens: _try_step(config, vocabulary, tokens))
+        print(f"trainer.micro_batch_tokens=auto: {tokens:,} fit this GPU", file=sys.stderr, flush=True)
+    trainer = {**config["trainer"], "micro_batch_tokens": tokens}
+    return {**config, "trainer": trainer, "micro_batch_found": True}
+
+
+def _stored(config: dict[str, Any]) -> dict[str, Any] | None:
+    """The configuration of the run that this process continues or belongs to."""
+    if not is_first():
+        return read_config(shared_folder() / "config.yaml")
+    folder, again, _ = choose_folder(config)
+    return read_config(folder / "config.yaml") if again else None
+
+
+def fitting_tokens(
+    config: dict[str, Any], vocabulary: int, precision: str, processes: int, memory: float
+) -> Iterator[int]:
+    """Micro-batches in tokens that should fit `memory` bytes, the largest first, each at most half of the one before.
+
+    Memory is counted for one and two windows: what each further window adds is their difference.
+    """
+    from polarlm.training.planning.memory import device_memory
+    from polarlm.training.planning.plan import count_step, shape_of, untouched_model, weight_bytes
+
+    trainer, model = config["trainer"], config["model"]
+    context, strategy = model["context"], "fsdp" if trainer["strategy"] == "fsdp" else "ddp"
+    shape = shape_of(untouched_model(config, vocabulary), weight_bytes(precision), processes)
+
+    def peak(windows: int) -> int:
+        batch = BatchPlan(context, windows, 2, processes)
+        step = count_step(config, vocabulary, batch, precision, recompute=model["checkpointing"])
+        return device_memory(step, shape, strategy, processes).peak
+
+    one, two = peak(1), peak(2)
+    per_window = max(1, two - one)
+    windows = int((USABLE * memory - one) / per_window) + 1
+    if windows < 1:
+        raise UserError(
+            f"One window of {context:,} tokens needs about {one / 1e9:.1f} GB and this GPU has {memory / 1e9:.1f}; "
+            "set model.checkpointing=true, or choose a smaller model or model.context"
+        )
+    while windows >= 1:
+        tokens = plan_batches(trainer["batch_tokens"], context, processes, windows * context).micro * context
+        yield tokens
+        windows = tokens // context // 2
+
+
+def first_that_runs(candidates: Iterator[int], try_step: Callable[[int], bool]) -> int:
+    """The first candidate with which a step runs; says what to do when none does."""
+    tried = []
+    for tokens in candidates:
+        if try_step(tokens):
+            return tokens
+        tried.append(tokens)
+    raise UserError(
+        f"No micro-batch fits this GPU (out of memory with {', '.join(f'{t:,}' for t in tried)} tokens); set "
+        "model.checkpointing=true, or choose a smaller model or model.context"
+    )
+
+
+def _try_step(config: dict[str, Any], vocabulary: int, tokens: int) -> bool:
+    """Whether a step of two micro-batches of so many tokens runs; not compiled, which takes no less memory."""
+    import gc
+
+    import torch
+
+    from polarlm.training.step_time import one_step
+
+    alone = {"micro_batch_tokens": tokens, "batch_tokens": 2 * tokens, "devices": 1, "nodes": 1, "compile": False}
+    try:
+        one_step({**config, "trainer": {**config["trainer"], **alone}}, vocabulary)()
+        return True
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()

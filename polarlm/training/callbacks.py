@@ -7,9 +7,11 @@ that the row with its numbers is on disk before the checkpoint is.
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,9 +22,10 @@ from torch import Tensor
 
 from polarlm.diagnostics import eval_mode, run_probe
 from polarlm.errors import UserError
-from polarlm.training.loggers.build import numbers_of, replay
-from polarlm.training.loggers.json_lines import RECORDS, JsonLines, RowLogger
-from polarlm.training.loggers.throughput import HardwarePeak, compile_seconds
+from polarlm.fast.backends import choices, forget_choices
+from polarlm.runs.files import read_json, write_json
+from polarlm.runs.lock import RunLock
+from polarlm.training.recorder import Recorder
 
 
 class StepPart(Protocol):
@@ -50,142 +53,6 @@ class Steps(pl.Callback):
         for part in self.parts:
             if part.on_step_end(trainer, module):
                 return
-
-
-class Recorder(pl.Callback):
-    """Collects what the other callbacks found at a step and writes it as one row to every logger.
-
-    Speed is that of the steady state: without validation, diagnostics and compilation, and without the first step of a
-    process, which warms up. So the row of that step has no speed.
-    """
-
-    def __init__(
-        self, folder: Path, *, batch_tokens: int, flops_per_token: int, log_every: int, peak: HardwarePeak | None = None
-    ) -> None:
-        self.folder = folder
-        self.metrics, self.probes, self.samples = self.files = [JsonLines(folder / name) for name in RECORDS]
-        self.logger = RowLogger()  # what other callbacks log joins the row; one of the Trainer's loggers
-        self.batch_tokens, self.flops_per_token, self.log_every = batch_tokens, flops_per_token, log_every
-        self.peak = peak
-        self.row: dict[str, Any] = {}
-        self.last: dict[str, Any] = {}  # the newest value of every metric, for the progress bar
-        self.seconds = 0.0  # time of earlier processes of this run
-        self.paused = 0.0  # of which in validation and diagnostics
-        self.processor = 0.0  # processor time of earlier processes, without validation and diagnostics
-        self.compiling = 0.0  # seconds in torch.compile, of earlier processes
-        self._first_step = self._window_step = 0
-        self._compiled_before = self._window_compiled = compile_seconds()
-        self._start = self._window_start = time.perf_counter()
-        self._processor_start = time.process_time()
-
-    def is_log_step(self, trainer: pl.Trainer, step: int) -> bool:
-        return step % self.log_every == 0 or step == trainer.max_steps or step == 1
-
-    def elapsed(self) -> float:
-        """Seconds of training so far, earlier processes included, validation and diagnostics included."""
-        return self.seconds + time.perf_counter() - self._start
-
-    def processor_seconds(self) -> float:
-        """Processor time of training so far: with one thread, what it takes where nothing else runs."""
-        return self.processor + time.process_time() - self._processor_start
-
-    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        for file in self.files:
-            file.rewind(trainer.global_step or -1)  # a run that begins again probes its step 0 again
-        replay([logger for logger in trainer.loggers if logger is not self.logger], self.folder)
-        self._first_step = self._window_step = trainer.global_step
-        self._compiled_before = self._window_compiled = compile_seconds()
-        self._start = self._window_start = time.perf_counter()
-        self._processor_start = time.process_time()
-        self._measure_peak(trainer)
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Keep what runs inside (validation, diagnostics) out of training time and tokens/s."""
-        began, used, compiled = time.perf_counter(), time.process_time(), compile_seconds()
-        yield
-        seconds = time.perf_counter() - began
-        self.paused += seconds
-        self._window_start += seconds
-        self._window_compiled += compile_seconds() - compiled  # of this pause: it is not taken off twice
-        self._processor_start += time.process_time() - used
-
-    def _measure_peak(self, trainer: pl.Trainer) -> None:
-        if self.peak is not None and self.peak.due(trainer.global_step, trainer.max_steps):
-            with self.pause():
-                self.peak.measure()
-
-    def on_step_end(self, trainer: pl.Trainer, module: Any) -> None:
-        step = trainer.global_step
-        if self.is_log_step(trainer, step):
-            mean = module.step_loss / trainer.accumulate_grad_batches
-            loss = trainer.strategy.reduce(mean, reduce_op="mean").item()
-            self.row |= {
-                "train/loss": loss,
-                "train/lr": module.step_lr,
-                "train/grad_norm": float(module.grad_norm),
-            }
-            self._add_speed(step)
-        elif step == self._first_step + 1:
-            self._begin_window(step)
-        if self.row or self.logger.pending:
-            self.write(trainer, step)
-            self._measure_peak(trainer)
-
-    def _add_speed(self, step: int) -> None:
-        """Put the speed since the last row into this one, and what compiling took."""
-        seconds = time.perf_counter() - self._window_start - (compile_seconds() - self._window_compiled)
-        if step > self._first_step + 1:
-            speed = (step - self._window_step) * self.batch_tokens / max(1e-9, seconds)
-            self.row["tokens_per_second"] = speed
-            if self.peak is not None and self.peak.best is not None:
-                self.row |= {"mfu": self.peak.share(speed * self.flops_per_token), "peak_flops": self.peak.best}
-        if self.compile_total():
-            self.row["compile_seconds"] = round(self.compile_total(), 3)
-        self._begin_window(step)
-
-    def _begin_window(self, step: int) -> None:
-        self._window_step, self._window_start, self._window_compiled = step, time.perf_counter(), compile_seconds()
-
-    def compile_total(self) -> float:
-        """Seconds in torch.compile so far, earlier processes of this run included."""
-        return self.compiling + compile_seconds() - self._compiled_before
-
-    def write(self, trainer: pl.Trainer, step: int) -> None:
-        """Write the collected row."""
-        tokens, elapsed = step * self.batch_tokens, self.elapsed()
-        row = {
-            "step": step,
-            "tokens": tokens,
-            "seconds": round(elapsed, 3),
-            "training_seconds": round(elapsed - self.paused, 3),  # without validation and diagnostics
-            "flops": tokens * self.flops_per_token,
-        }
-        # Several threads wait for each other by spinning, and a GPU's work is not the processor's.
-        if torch.get_num_threads() == 1 and trainer.world_size == 1 and trainer.strategy.root_device.type == "cpu":
-            row["processor_seconds"] = round(self.processor_seconds(), 3)
-        row |= self.row
-        self.last |= row
-        self.metrics.append({**row, **self.logger.take()})
-        for logger in trainer.loggers:
-            if logger is not self.logger:
-                logger.log_metrics(numbers_of(row), step=step)
-        # What other callbacks may monitor (EarlyStopping, ModelCheckpoint), whoever measured it.
-        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in numbers_of(row).items()})
-        self.row = {}
-
-    def flush(self) -> None:
-        """Have everything on disk that belongs to the steps so far."""
-        for file in self.files:
-            file.flush()
-
-    def state_dict(self) -> dict[str, Any]:
-        times = {"seconds": self.elapsed(), "paused": self.paused, "processor": self.processor_seconds()}
-        return times | {"compiling": self.compile_total()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.seconds, self.paused = state_dict["seconds"], state_dict.get("paused", 0.0)
-        self.processor, self.compiling = state_dict.get("processor", 0.0), state_dict.get("compiling", 0.0)
 
 
 class Validation(pl.Callback):
@@ -297,3 +164,93 @@ def is_sharded(model: torch.nn.Module) -> bool:
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(model, FSDPModule)
+
+
+# -- Ctrl-C, SIGTERM and SIGUSR1 stop a run between two steps, with a checkpoint from which it continues --------------
+
+
+# SIGUSR1 is what SLURM's users are used to have sent before a job's time is over (sbatch --signal=USR1@120).
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
+
+
+class GracefulStop(pl.Callback):
+    """Ends training after the running step; a second Ctrl-C ends it at once.
+
+    With several processes the signal may reach only one of them, so they agree on it every `agree_every` steps.
+    """
+
+    def __init__(self, agree_every: int) -> None:
+        self.agree_every = agree_every
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        for number in SIGNALS:  # after Lightning has installed its own handler for SIGTERM, which stops in mid-step
+            self._before[number] = signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self.received is not None:
+            raise KeyboardInterrupt
+        self.received = number
+        if number == signal.SIGINT:  # written without print, which must not be called while it is running
+            os.write(2, b"\nstopping after this step, with a checkpoint (Ctrl-C again: at once) ...\n")
+
+    def on_step_end(self, trainer: pl.Trainer, module: Any) -> None:
+        stop = self.received is not None
+        if trainer.world_size > 1:
+            if trainer.global_step % self.agree_every:
+                return
+            stop = trainer.strategy.reduce_boolean_decision(stop, all=False)
+        if stop and trainer.global_step < trainer.max_steps:
+            self.received = self.received or signal.SIGTERM
+            trainer.should_stop = True
+
+    def teardown(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    @property
+    def exit_code(self) -> int | None:
+        """128 + signal number when a signal ended the run early, as shells and schedulers expect."""
+        return None if self.received is None else 128 + self.received
+
+
+class SignOfLife(pl.Callback):
+    """Keeps the run folder's lock young, for machines that see the file but not the lock."""
+
+    def __init__(self, lock: RunLock) -> None:
+        self.lock, self._at = lock, time.monotonic()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_index: int) -> None:
+        if time.monotonic() - self._at > 30:
+            self._at = time.monotonic()
+            self.lock.touch()
+
+
+# -- which attention backend a run really uses: in its folder, its loggers and, on a GPU, said aloud ------------------
+
+
+class RecordBackend(pl.Callback):
+    """After the first step: what `block.backend=auto` stood for, and why the faster backends were not taken."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._done = folder, False
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        forget_choices()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_index: int) -> None:
+        if self._done:
+            return
+        self._done = True
+        made = [str(choice) for choice in choices()]
+        known = read_json(self.folder / "environment.json") or {}
+        chosen = {**known.get("chosen", {}), "attention": made}
+        write_json(self.folder / "environment.json", {**known, "chosen": chosen})
+        if any(choice.device == "cuda" for choice in choices()):
+            print(f"  attention: {', '.join(made)}", file=sys.stderr, flush=True)
+        for logger in trainer.loggers:
+            config: Any = getattr(getattr(logger, "experiment", None), "config", None)
+            if hasattr(config, "update"):
+                config.update({"attention": made}, allow_val_change=True)

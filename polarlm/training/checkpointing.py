@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 
 from polarlm.runs.checkpoints import BEST, LAST, give_name, remove_old, step_file
-from polarlm.training.callbacks import Recorder
+from polarlm.training.recorder import Recorder
 
 
 class Checkpointing(Checkpoint):

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from polarlm.errors import UserError
-from polarlm.training.machine import cpu_speed
+from polarlm.locations import cache_folder
+from polarlm.processor import processor
 
 ASKED = "as asked"
 WORTH_A_FORMAT = 1.3  # bf16 products this much faster than fp32 ones are worth a hint
@@ -80,6 +87,77 @@ def choose_compile(wanted: bool | str, accelerator: str, block: str, step_flops:
     return Choice("yes" if saved > MARGIN * COMPILE_SECONDS else "no", f"compiling {numbers}")
 
 
+def compiled_loss(model: Any, **options: Any) -> Callable[..., Tensor]:
+    """`model.loss` compiled with torch.compile's options; one row of the first batch goes through the model before.
+
+    There attention chooses its backend and compares kernels. FlexAttention's are compiled for that, and torch gives up
+    on a model while whose compilation another one ran (RuntimeError about its metrics).
+    """
+    compiled, chosen = torch.compile(model.loss, **options), False
+
+    def loss(tokens: Tensor, targets: Tensor, documents: Tensor | None = None, reduction: str = "mean") -> Tensor:
+        nonlocal chosen
+        if not chosen:
+            chosen = True
+            with torch.random.fork_rng(devices=[tokens.device] if tokens.is_cuda else []):
+                model.tally(tokens[:1], targets[:1], documents=None if documents is None else documents[:1])
+        return compiled(tokens, targets, documents=documents, reduction=reduction)
+
+    return loss
+
+
 def use_tensor_cores() -> None:
     """TF32 for the fp32 matrix products on GPUs that have it; no effect elsewhere."""
     torch.set_float32_matmul_precision("high")
+
+
+# -- the speed of this machine's matrix products, measured once in a few milliseconds, then remembered -----------------
+
+
+SIZE = 128
+SECONDS = 0.02  # of processor time per precision: bf16 without hardware for it is up to a hundred times slower
+
+
+@dataclass(frozen=True)
+class Speed:
+    """FLOP/s of square matrix products on all threads together."""
+
+    fp32: float
+    bf16: float
+
+
+def cpu_speed() -> Speed:
+    """This machine's speed with the threads torch uses, from its file or measured now."""
+    key = f"{processor()}|{torch.get_num_threads()}|{torch.__version__}|processor time"
+    try:
+        path = cache_folder() / f"speed-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+        return Speed(**json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        speed = measure_products()
+        path.write_text(json.dumps(asdict(speed)), encoding="utf-8")
+        return speed
+    except (OSError, ValueError, TypeError):  # no place to remember it, or half a file
+        return measure_products()
+
+
+def measure_products() -> Speed:
+    """Products in each precision; the run's own random numbers are left alone.
+
+    One thread is measured, by its processor time: on a busy machine threads wait for each other, and by the wall clock
+    a product then took a thousand times as long, which was remembered for ever.
+    """
+    drawn = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(0))
+    threads, rates = torch.get_num_threads(), []
+    torch.set_num_threads(1)
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            a = drawn.to(dtype)
+            out = torch.mm(a, a)  # the first one prepares
+            products, began, spent = 0, time.thread_time(), 0.0
+            while spent < SECONDS:
+                torch.mm(a, a, out=out)
+                products, spent = products + 1, time.thread_time() - began
+            rates.append(threads * products * 2 * SIZE**3 / spent)
+    finally:
+        torch.set_num_threads(threads)
+    return Speed(*rates)

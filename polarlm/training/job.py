@@ -13,10 +13,9 @@ from polarlm.errors import UserError
 from polarlm.model import GPT
 from polarlm.model.build import build_model, warn_about_blind_blocks, warn_about_idle_settings
 from polarlm.runs.restore import start_from
-from polarlm.training.batching import BatchPlan, plan_run
+from polarlm.training.batching import BatchPlan, plan_run, with_micro_batch
 from polarlm.training.hardware import ASKED, choose_accelerator, choose_compile, choose_precision
-from polarlm.training.loggers.build import check_targets
-from polarlm.training.micro_batch import with_micro_batch
+from polarlm.training.loggers import check_targets
 from polarlm.training.optimisers import build_optimiser
 from polarlm.training.schedules import build_schedule
 from polarlm.training.schedules.warmup import Schedule
@@ -61,8 +60,8 @@ def build_job(config: dict[str, Any]) -> Job:
     corpus.tokenizer.encode(config["sample"]["prompt"])  # only to refuse now what could not be sampled after training
     torch.manual_seed(config["seed"])
     model = build_model(config, corpus.tokenizer.vocab_size)
-    warn_about_idle_settings(model, config["block"])
     warn_about_blind_blocks(model)
+    warn_about_idle_settings(model, config["block"])
     if config.get("init_from"):
         start_from(model, config["init_from"])
     build_optimiser(config["optim"], model)  # only to refuse wrong options now

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from polarlm.data.module import EvalLoader
 from polarlm.evaluation.metrics import Tally, TextSize, measure
-from polarlm.evaluation.text_size import text_size
+from polarlm.evaluation.text import text_size
 from polarlm.ignored import IGNORED
 from polarlm.locations import CONFIGS
 from polarlm.model import GPT
-from polarlm.training.gradients import clip, gradients_of, total_norm
+from polarlm.training.hardware import compiled_loss
 from polarlm.training.incidents import Incidents
-from polarlm.training.optimisers import build_optimiser
+from polarlm.training.optimisers import build_optimiser, clip, gradients_of, total_norm
 from polarlm.training.schedules import build_schedule
 from polarlm.training.schedules.warmup import Schedule
 
@@ -76,7 +76,7 @@ class LanguageModel(pl.LightningModule):
             for entrance in ("loss", "tally"):  # training and validation do not enter through `forward`
                 register_fsdp_forward_method(self.model, entrance)
             self.model._fsdp_sharded = True  # type: ignore[assignment]
-        self._loss = torch.compile(self.model.loss) if self.compiled else self.model.loss
+        self._loss = compiled_loss(self.model) if self.compiled else self.model.loss
 
     def forward(self, tokens: Tensor, **options: Any) -> Tensor:
         """The model's logits."""

@@ -14,7 +14,8 @@ import lightning.pytorch as pl
 
 from polarlm.diagnostics import eval_mode
 from polarlm.errors import UserError
-from polarlm.training.callbacks import Recorder, is_sharded
+from polarlm.training.callbacks import is_sharded
+from polarlm.training.recorder import Recorder
 
 
 class Protocol(pl.Callback):
@@ -56,7 +57,7 @@ class Length(Protocol):
         self.lengths, self.tokens = [int(length) for length in lengths], tokens
 
     def measure(self, model: Any, corpus: Any) -> dict[str, float]:
-        from polarlm.evaluation.length import loss_by_length
+        from polarlm.evaluation.robustness import loss_by_length
         from polarlm.evaluation.text import read_text
 
         scores = loss_by_length(model, read_text(corpus.store("val"), corpus.tokenizer, self.tokens), self.lengths)
@@ -67,17 +68,16 @@ class Length(Protocol):
 
 
 class Blimp(Protocol):
-    """Accuracy on minimal pairs of grammar, from a local file (polarlm/evaluation/downstream)."""
+    """Accuracy on minimal pairs of grammar, from a local file (polarlm/evaluation/downstream.py)."""
 
     def __init__(self, every: int = 1000, examples: int | None = 500) -> None:
         super().__init__(every)
-        from polarlm.evaluation.downstream import blimp
-        from polarlm.evaluation.downstream.files import read_rows, task_file
+        from polarlm.evaluation.downstream import BLIMP_FILE, read_rows, task_file
 
-        self.rows = read_rows(task_file(blimp.LOCAL), examples)
+        self.rows = read_rows(task_file(BLIMP_FILE), examples)
 
     def measure(self, model: Any, corpus: Any) -> dict[str, float]:
-        from polarlm.evaluation.downstream.blimp import blimp
+        from polarlm.evaluation.downstream import blimp
 
         scores = blimp(model, corpus.tokenizer, self.rows)
         return {f"blimp/{name}": scores[name] for name in ("accuracy", "accuracy_of_paradigms")}

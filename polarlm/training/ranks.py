@@ -80,7 +80,7 @@ def forget_folder() -> None:
 def cluster_plugins() -> list[Any]:
     """SLURM without Lightning's requeueing, which would save a checkpoint of its own kind and prefer it to ours.
 
-    The signal that announces the end of a job ends training with a checkpoint (training/signals.py) instead.
+    The signal that announces the end of a job ends training with a checkpoint (training/callbacks.py) instead.
     """
     from lightning.pytorch.plugins.environments import SLURMEnvironment
 

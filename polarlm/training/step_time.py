@@ -11,9 +11,8 @@ import torch
 
 from polarlm.model.build import build_model
 from polarlm.training.batching import plan_run
-from polarlm.training.gradients import clip, gradients_of, total_norm
-from polarlm.training.hardware import choose_accelerator, choose_compile, choose_precision
-from polarlm.training.optimisers import build_optimiser
+from polarlm.training.hardware import choose_accelerator, choose_compile, choose_precision, compiled_loss
+from polarlm.training.optimisers import build_optimiser, clip, gradients_of, total_norm
 
 WARM_UP, FEWEST, SECONDS = 2, 8, 10.0
 PATIENCE = 8  # times the seconds asked for: on a crowded machine fewer steps must do
@@ -46,7 +45,7 @@ def one_step(config: dict[str, Any], vocabulary: int) -> Callable[[], None]:
     optimiser = build_optimiser(config["optim"], model)
     flops = model.flops_per_token(plan.context) * plan.tokens / plan.processes
     compiled = choose_compile(trainer["compile"], accelerator, config["choices"]["block"], flops, steps).value == "yes"
-    loss = torch.compile(model.loss) if compiled else model.loss
+    loss = compiled_loss(model) if compiled else model.loss
     tokens = torch.randint(vocabulary, (plan.micro, plan.context), device=device)
     half = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
 

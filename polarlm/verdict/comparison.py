@@ -1,16 +1,19 @@
 """One setting against another by the loss of each seed: difference, tests, and what may be claimed.
 
+Below them: Holm's correction for several comparisons on one page with the intervals that agree with it, and power: what
+this many seeds could have shown, and how many more would decide.
+
 Every measure is a loss (lower is better) and every difference is treatment − baseline.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+from scipy import optimize, stats
 
-from polarlm.verdict.estimates import Estimate
-from polarlm.verdict.evidence import ALPHA, Evidence, evidence_of_gap, evidence_of_mean, sign_flip_p
+from polarlm.verdict.evidence import ALPHA, Estimate, Evidence, evidence_of_gap, evidence_of_mean, sign_flip_p
 
 BETTER, WORSE, EQUIVALENT, NOT_SHOWN = "better", "worse", "equivalent", "no difference shown"
 # With fewer seeds the smallest p-value that the sign-flip test can give is above 5 %.
@@ -192,3 +195,114 @@ def _correlation(pairs: np.ndarray) -> float | None:
 def _finite(losses: Mapping[int, float]) -> tuple[dict[int, float], int]:
     finite = {seed: float(v) for seed, v in losses.items() if v is not None and math.isfinite(v)}
     return finite, len(losses) - len(finite)
+
+
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """Holm's step-down adjustment (1979); None (no test was possible) stays None and does not count."""
+    known = sorted((p, i) for i, p in enumerate(p_values) if p is not None)
+    adjusted: list[float | None] = [None] * len(p_values)
+    running = 0.0
+    for rank, (p, i) in enumerate(known):
+        running = max(running, min(1.0, (len(known) - rank) * p))
+        adjusted[i] = running
+    return adjusted
+
+
+def adjust(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """The same comparisons with Holm's correction over all that have a test, and intervals that hold together.
+
+    Claims of a difference share one error rate and claims of equivalence another. The simultaneous intervals are those
+    of Strassburger and Bretz (2008): with k comparisons left undecided by Holm each of them gets the interval at level
+    α/k; a decided one is known to lie on its side of zero, and where all m are decided also inside the interval at α/m.
+    """
+    p_adjusted = holm([c.p_value for c in comparisons])
+    p_equivalent = holm([c.evidence.p_beyond(c.margin) if c.evidence and c.margin else None for c in comparisons])
+    tested = [p for p in p_adjusted if p is not None]
+    undecided = sum(p >= ALPHA for p in tested)
+    adjusted = []
+    for c, p, equivalent in zip(comparisons, p_adjusted, p_equivalent):
+        if p is None or c.evidence is None:
+            adjusted.append(replace(c, family=max(len(tested), 1)))
+            continue
+        decided = p < ALPHA
+        level = ALPHA / (undecided or len(tested))
+        low, high = c.evidence.interval(level)
+        if decided:
+            if undecided:
+                low, high = -math.inf, math.inf
+            low, high = (low, min(high, 0.0)) if c.difference.mean < 0 else (max(low, 0.0), high)
+        adjusted.append(
+            replace(
+                c,
+                p_adjusted=p,
+                p_equivalent=equivalent,
+                simultaneous=(low, high),
+                family=len(tested),
+                alpha=level if not decided else ALPHA / len(tested),
+            )
+        )
+    return adjusted
+
+
+POWER = 0.8
+MOST_SEEDS = 200
+
+
+def power(effect: float, error: float, freedom: float, alpha: float = ALPHA) -> float:
+    """Probability that Student's two-sided test shows a true difference of `effect` with this standard error."""
+    critical, shift = float(stats.t.isf(alpha / 2, freedom)), abs(effect) / error
+    # The chance of a significant difference of the wrong sign is left out: it would be no success.
+    return float(stats.nct.sf(critical, freedom, shift)) if shift < 35 else 1.0
+
+
+def smallest_effect(evidence: Evidence, alpha: float = ALPHA) -> float | None:
+    """The smallest true difference that such seeds would show four times out of five; None when there is none."""
+    if evidence.always_valid:  # an approximation: the rule's own critical value in the place of Student's
+        critical = evidence.critical(alpha)
+        if math.isinf(critical):
+            return None
+        alpha = float(2 * stats.t.sf(critical, evidence.freedom))
+    most = 34.0
+    if power(most, 1.0, evidence.freedom, alpha) < POWER:
+        return None
+    shift = optimize.brentq(lambda d: power(d, 1.0, evidence.freedom, alpha) - POWER, 1e-9, most, xtol=1e-6)
+    return float(shift) * evidence.error
+
+
+def equivalence_power(effect: float, margin: float, error: float, freedom: float, alpha: float = ALPHA) -> float:
+    """Probability that two one-sided tests place a true difference of `effect` inside ±margin.
+
+    Given the estimated error the mean must fall into what is left of the margin; averaged over that estimate, which is
+    `error` times the root of a χ² over its degrees of freedom.
+    """
+    shares = (np.arange(400) + 0.5) / 400
+    estimated = np.sqrt(stats.chi2.ppf(shares, freedom) / freedom)
+    room = margin / error - float(stats.t.isf(alpha, freedom)) * estimated
+    inside = stats.norm.cdf(room - effect / error) - stats.norm.cdf(-room - effect / error)
+    return float(np.where(room > 0, inside, 0.0).mean())
+
+
+def seeds_to_decide(comparison: Comparison) -> int | None:
+    """How many seeds in all would decide (difference or equivalence) four times out of five.
+
+    It supposes that the difference and the spread seen so far are the true ones; None when 200 are not enough.
+    """
+    c, e = comparison, comparison.evidence
+    if e is None:
+        return None
+    now = c.difference.n
+    alpha = ALPHA / c.family
+    for n in range(now + 1, MOST_SEEDS + 1):
+        grown = Evidence(
+            e.mean, e.error * math.sqrt(now / n), e.freedom * (n - 1) / (now - 1), e.size * n / now, e.always_valid
+        )
+        level = alpha
+        if grown.always_valid:
+            critical = grown.critical(alpha)
+            level = 0.0 if math.isinf(critical) else float(2 * stats.t.sf(critical, grown.freedom))
+        if level and power(e.mean, grown.error, grown.freedom, level) >= POWER:
+            return n
+        inside = c.margin and abs(e.mean) < c.margin
+        if level and inside and equivalence_power(e.mean, c.margin or 0.0, grown.error, grown.freedom, level) >= POWER:
+            return n
+    return None

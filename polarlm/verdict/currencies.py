@@ -1,4 +1,4 @@
-"""A gain in three currencies: tokens, FLOPs and seconds that the reference needs for the loss that a block reached.
+"""Gains in three budgets: the tokens, FLOPs and seconds that the reference needs for the loss that a block reached.
 
 Seconds are processor seconds where both runs know them (one thread on a CPU): a busy neighbour does not change them.
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from polarlm.verdict.comparison import BETTER, NOT_SHOWN, WORSE
-from polarlm.verdict.estimates import Estimate, estimate_mean
+from polarlm.verdict.evidence import Estimate, estimate_mean
 
 PROCESSOR = "processor seconds"
 CURRENCIES = ("tokens", "FLOPs", "seconds")

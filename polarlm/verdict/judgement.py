@@ -1,27 +1,29 @@
-"""Groups of runs → judged numbers: which loss, against which baseline, with which evidence, at what cost."""
+"""Judge groups of runs: which loss, against which baseline, with which evidence, at what cost."""
 
+import hashlib
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
+from polarlm.runs.files import write_json
 from polarlm.runs.reading import Run
-from polarlm.verdict.arrangement import choose_baselines, ladder
 from polarlm.verdict.budget import Budget, budget_gaps, is_fair, unfair_reason
-from polarlm.verdict.comparison import Comparison, compare_seeds
+from polarlm.verdict.comparison import Comparison, adjust, compare_seeds
 from polarlm.verdict.currencies import PROCESSOR, Gain, LossCurve, gains
-from polarlm.verdict.estimates import Estimate, estimate_mean
-from polarlm.verdict.family import adjust
-from polarlm.verdict.groups import Group
-from polarlm.verdict.looks import Looks, pair_key
+from polarlm.verdict.evidence import Estimate, estimate_mean
+from polarlm.verdict.groups import Group, choose_baselines, is_compared, ladder
 from polarlm.verdict.measure import Measure, choose_measure, default_margin
-from polarlm.verdict.notes import notes_about
+from polarlm.verdict.notes import different_text, notes_about
 from polarlm.verdict.per_document import document_sentence
-from polarlm.verdict.provenance import different_text
 from polarlm.verdict.sentences import verdict_parts
 
 BASELINE, COMPARED, UNEQUAL, NOT_COMPARED = "baseline", "compared", "unequal budgets", "not compared"
+
+LOOKS_FILE = ".looks.json"
 
 # What the seconds of a budget may be, best first: recorded name → what it is.
 CLOCKS = {
@@ -29,6 +31,65 @@ CLOCKS = {
     "training_seconds": "of training, without validation",
     "seconds": "of the whole run, with validation",
 }
+
+
+class Looks:
+    """The looks recorded beside the given runs; the empty record where there is none.
+
+    A comparison that was seen before its last seeds were trained is no fixed-size test any more. `compare` notes every
+    look in `.looks.json` beside the run folders: which pair of settings, on which number, with how many seeds. Seeds
+    that join later are judged by the always-valid rule. A plan made before (`--seeds 5`) needs none of this: until its
+    seeds are there no verdict is given, and looks without a verdict cost nothing.
+    """
+
+    def __init__(self, *folders: Path) -> None:
+        self.every_time = False  # a trial looks after every seed, also the first time
+        self.path = folders[0] / LOOKS_FILE if folders else None  # where new looks are noted
+        self.seen: dict[str, list[int]] = {}
+        for folder in folders:
+            for key, numbers in _read_looks(folder / LOOKS_FILE).items():
+                self.seen[key] = sorted({*self.seen.get(key, ()), *numbers})
+
+    @classmethod
+    def beside(cls, runs: Iterable[Run]) -> "Looks":
+        """The records in the folders that hold the runs."""
+        return cls(*dict.fromkeys(run.folder.parent for run in runs))
+
+    def before(self, key: str, seeds: int) -> tuple[int, ...]:
+        """Numbers of seeds, fewer than now, at which this comparison had a test that somebody saw."""
+        if self.every_time:
+            return tuple(range(1, max(seeds, 2)))
+        return tuple(n for n in self.seen.get(key, ()) if 2 <= n < seeds)
+
+    def record(self, looked: Mapping[str, int]) -> str | None:
+        """Add looks; returns a sentence when they could not be written."""
+        new = {key: sorted({*self.seen.get(key, ()), n}) for key, n in looked.items() if n >= 2}
+        if not new or self.path is None or all(self.seen.get(k) == v for k, v in new.items()):
+            return None
+        self.seen |= new
+        try:
+            write_json(self.path, self.seen)
+        except OSError as error:
+            return f"This look could not be noted in {self.path} ({error.strerror}): later seeds will seem planned."
+        return None
+
+
+def _read_looks(path: Path) -> dict[str, list[int]]:
+    try:
+        looks = json.loads(path.read_text(encoding="utf-8"))
+        return {str(key): [int(n) for n in numbers] for key, numbers in looks.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}  # absent or damaged: as if nobody had looked; the next look writes it again
+
+
+def pair_key(ours: Run, theirs: Run, measure: str) -> str:
+    """Equal for the same pair of settings on the same number, whatever else is on the page."""
+    return f"{_settings_hash(ours)}:{_settings_hash(theirs)}:{measure}"
+
+
+def _settings_hash(run: Run) -> str:
+    kept = {key: value for key, value in run.settings.items() if is_compared(key)}
+    return hashlib.sha256(json.dumps([run.block, kept], sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

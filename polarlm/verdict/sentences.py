@@ -1,14 +1,13 @@
-"""A comparison in careful words: what is shown, how it is known, what could have been shown, and what it cost."""
+"""A comparison in words: the claim, its evidence, its power and its cost."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polarlm.verdict.budget import describe_budgets
-from polarlm.verdict.comparison import EQUIVALENT, NOT_SHOWN, Comparison
+from polarlm.verdict.comparison import EQUIVALENT, NOT_SHOWN, Comparison, seeds_to_decide, smallest_effect
 from polarlm.verdict.currencies import Gain
 from polarlm.verdict.evidence import ALPHA
-from polarlm.verdict.power import seeds_to_decide, smallest_effect
 
 
 def verdict(comparison: Comparison, measure: str, *more: Any, **options: Any) -> str:

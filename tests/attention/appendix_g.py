@@ -26,9 +26,9 @@ def stream(*shape):
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def model_of(block=PolarAttention, **switches):
+def model_of(block=PolarAttention, frame="pre", **switches):
     torch.manual_seed(0)
-    config = GPTConfig(vocab_size=31, context=16, d_model=WIDTH, n_layer=3, n_head=4)
+    config = GPTConfig(vocab_size=31, context=16, d_model=WIDTH, n_layer=3, n_head=4, frame=frame)
     return GPT(config, lambda shape: block(shape, **switches))
 
 

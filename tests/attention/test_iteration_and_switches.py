@@ -63,7 +63,6 @@ def test_student_mle_weighs_as_its_likelihood_does_and_its_iterations_converge()
         ({"prior_share": 1.0}, ["block.prior_share", "below 1"]),
         ({"relax_b": 0.0}, ["block.relax_b", "positive"]),
         ({"projector": "imaginary"}, ["block.projector", "real, complex"]),
-        ({"project_stream": "all"}, ["block.project_stream", "none, attention, both"]),
         (
             {"transport": "phases", "kernel": "gaussian", "rotate_values": False},
             ["block.transport=phases", "block.rotate_values=true"],

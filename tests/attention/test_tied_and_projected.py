@@ -56,17 +56,17 @@ def test_tied_matrices_stay_orthonormal_through_training_and_share_their_gradien
     torch.testing.assert_close(tall.weight.T @ tall.weight, torch.eye(8), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("project_stream", ["none", "attention", "both"])
+@pytest.mark.parametrize("frame", ["pre", "pre+tangent", "pre+tangent_both"])
 @pytest.mark.parametrize("block", [PolarAttention, StandardAttention, ExclusiveAttention])
-def test_e11_a_projected_stream_grows_by_what_is_added_and_no_more(block, project_stream):
+def test_e11_a_projected_stream_grows_by_what_is_added_and_no_more(block, frame):
     record: list = []
     with torch.no_grad():
-        model_of(block, project_stream=project_stream)(torch.randint(0, 31, (2, 10)), record=record)
+        model_of(block, frame=frame)(torch.randint(0, 31, (2, 10)), record=record)
     for layer in record:
         before, middle, after = (layer[f"residual_{name}"].double() for name in ("in", "mid", "out"))
         for branch, (a, b) in {"attention": (before, middle), "feed_forward": (middle, after)}.items():
             excess = (b.square().sum(-1) - a.square().sum(-1) - (b - a).square().sum(-1)).abs() / b.square().sum(-1)
-            expected = project_stream == "both" or (project_stream == branch)
+            expected = frame.endswith("_both") or (frame == "pre+tangent" and branch == "attention")
             assert (excess.max() < 1e-5) == expected
 
 

@@ -11,12 +11,23 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from polarlm.block_keys import PARTS, VARIANTS, expanded, part_choices
 from polarlm.locations import CONFIGS
 from polarlm.model import GPT, GPTConfig
 
-BLOCKS = sorted(path.stem for path in (CONFIGS / "block").glob("*.yaml"))
+FILES = sorted(path.stem for path in (CONFIGS / "block").glob("*.yaml"))
+# `polar` with every choice of every part that it does not have anyway, and the rungs of the ladder.
+CHOSEN = {
+    f"polar_{part}_{choice}": ["block=polar", f"block/{part}={choice}"]
+    for part in PARTS
+    for choice in part_choices(part)
+    if choice not in ("sphere", "rotary", "magnitude", "student", "content", "mean", "tangent", "free")
+    and (part, choice) != ("radial", "none")
+    and (part, choice) not in [("transport", "unitary"), ("aggregate", "gate"), ("precision", "carried")]  # VARIANTS
+}
+BLOCKS = sorted([*FILES, *VARIANTS, *CHOSEN])
 # Blocks with Python of their own; the others are the same code with other switches.
-CLASSES = [name for name in BLOCKS if "_target_" in (CONFIGS / "block" / f"{name}.yaml").read_text()]
+CLASSES = [name for name in FILES if "_target_" in (CONFIGS / "block" / f"{name}.yaml").read_text()]
 # And variants whose switch is Python that no other block runs: these are compiled too.
 COMPILED = [*CLASSES, "polar_transport", "polar_consensus", "polar_uncertainty", "polar_irls", "geonorm"]
 if "POLARLM_NIGHTLY" in os.environ:  # a factor more in standard's code
@@ -36,18 +47,23 @@ def mixer_of(block: str) -> Callable:
     return instantiate(block_section(block), _convert_="all")
 
 
+def overrides_of(block: str) -> list[str]:
+    """What makes this block on the command line."""
+    return CHOSEN.get(block) or expanded([f"block={block}"])
+
+
 @functools.cache
 def frame_of(block: str) -> dict[str, str]:
     """The residual frame that a block's yaml asks for, as an argument of GPTConfig."""
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        frame = compose(config_name=f"block/{block}").block.get("frame")
+        frame = compose("train", overrides_of(block)).block.get("frame")
     return {"frame": frame} if frame else {}
 
 
 def block_section(block: str) -> dict:
     """A block's yaml as its mixer takes it: without the frame, which is the model's."""
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        section = OmegaConf.to_container(compose(config_name=f"block/{block}").block, resolve=True)
+        section = OmegaConf.to_container(compose("train", overrides_of(block)).block, resolve=True)
     return {key: value for key, value in section.items() if key != "frame"}
 
 

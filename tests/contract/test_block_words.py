@@ -10,8 +10,8 @@ import torch
 
 from polarlm.errors import UserError
 from polarlm.launch.schema import BlockSettings
+from polarlm.locations import shipped_default
 from polarlm.model.build import build_model
-from polarlm.verdict.defaults import shipped_default
 from tests.contract.conftest import CLASSES
 
 OTHER_SPELLINGS = {"on", "off"}  # what older files say

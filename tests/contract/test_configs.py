@@ -8,9 +8,10 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from polarlm.block_keys import expanded, flat_block, part_choices
 from polarlm.errors import UserError
-from polarlm.launch.check import check_open
-from polarlm.launch.schema import OPEN_GROUPS
+from polarlm.launch.overrides import config_loader, plan_jobs
+from polarlm.runs.identity import flatten
 from tests.contract.conftest import BLOCKS, CONFIGS
 
 SWEEPS = sorted(path.stem for path in (CONFIGS / "sweep").glob("*.yaml"))
@@ -20,7 +21,7 @@ LADDER += ["polar_undecayed", "polar_magnitude", "polar_decay", "polar_student",
 
 def block_config(name: str) -> dict:
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return OmegaConf.to_container(compose(config_name=f"block/{name}").block, resolve=True)
+        return OmegaConf.to_container(compose("train", expanded([f"block={name}"])).block, resolve=True)
 
 
 def sweep_parameters(name: str) -> dict[str, list[str]]:
@@ -35,7 +36,7 @@ def sweep_parameters(name: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize(("lower", "upper"), list(itertools.pairwise(LADDER)))
 def test_each_rung_of_the_ladder_changes_one_key(lower, upper):
-    before, after = block_config(lower), block_config(upper)
+    before, after = flat_block(block_config(lower)), flat_block(block_config(upper))
     assert before.keys() == after.keys()
     assert len([key for key in before if before[key] != after[key]]) == 1
 
@@ -50,22 +51,25 @@ def test_sweep_names_real_choices_and_counts_its_jobs(name):
     assert int(re.search(r"# Jobs: .*= (\d+)\.", text)[1]) == jobs
     assert "# Question: " in text and "# <- what differs" in text
     assert set(parameters["block"]) <= set(BLOCKS)
-    keys = set(block_config(parameters["block"][0]))
-    assert {key.removeprefix("block.") for key in parameters if key.startswith("block.")} <= keys
+    keys = dict(flatten(block_config(parameters["block"][0])))
+    assert {key.removeprefix("block.") for key in parameters if key.startswith("block.")} <= keys.keys()
+    for key in parameters:
+        if key.startswith("block/"):
+            assert set(parameters[key]) <= set(part_choices(key.removeprefix("block/")))
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         assert compose(config_name="train", overrides=[f"sweep={name}"]).group == name
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("radial", "off"), ("radial", False), ("magnitude", "on"), ("magnitude", "off"), ("magnitude", True)],
-)
-def test_on_and_off_pass_the_check_of_settings_too(key, value):
-    config = block_config("polar")
-    assert check_open("block", config | {key: value}, config, OPEN_GROUPS["block"])[key] == value
+    ("typed", "part", "kind"),
+    [("radial=off", "radial", "none"), ("magnitude=on", "precision", "magnitude"),
+     ("magnitude=off", "precision", "unit"), ("consensus=false", "aggregate", "mean")],
+)  # fmt: skip
+def test_on_and_off_of_old_command_lines_are_understood(typed, part, kind):
+    (job,) = plan_jobs(config_loader(), "train", ["block=polar", f"block.{typed}"], multirun=False).jobs
+    assert job.config["block"][part]["kind"] == kind
 
 
-def test_a_wrong_word_does_not():
-    config = block_config("polar")
+def test_a_wrong_word_is_not():
     with pytest.raises(UserError, match="none, own, shared"):
-        check_open("block", config | {"radial": "of"}, config, OPEN_GROUPS["block"])
+        plan_jobs(config_loader(), "train", ["block=polar", "block.radial=of"], multirun=False)

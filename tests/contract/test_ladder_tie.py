@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from polarlm.model import GPT, GPTConfig
-from polarlm.training.optimisers.adamw import adamw
-from polarlm.training.optimisers.groups import parameter_groups, parameter_roles
+from polarlm.training.optimisers.adamw import adamw, parameter_groups, parameter_roles
 from tests.contract.conftest import VOCAB, mixer_of
 
 STEPS = 20

@@ -9,6 +9,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from polarlm.block_keys import current_overrides
 from polarlm.errors import UserError
 from polarlm.launch.check import check_train
 from polarlm.locations import CONFIGS
@@ -41,7 +42,8 @@ def settings(*overrides: str) -> dict:
 @functools.cache
 def composed(overrides: tuple[str, ...]) -> dict:
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return check_train(OmegaConf.to_container(compose("train", overrides=[*SIZE, *overrides]), resolve=True))
+        typed = current_overrides([*SIZE, *overrides])[0]
+        return check_train(OmegaConf.to_container(compose("train", overrides=typed), resolve=True))
 
 
 def build(block: str, *overrides: str, fresh: bool = False) -> GPT:

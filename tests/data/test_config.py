@@ -4,9 +4,9 @@ from dataclasses import asdict, fields
 
 import yaml
 
-from polarlm.data.commands import data_settings
 from polarlm.data.config import DataConfig, read_data_config
 from polarlm.data.tokenizer import TokenizerConfig, read_tokenizer_config
+from polarlm.launch.corpora import data_settings
 from polarlm.locations import CONFIGS
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from polarlm.data import Corpus, LMDataModule, build_corpus
-from polarlm.data.commands import data_settings
 from polarlm.data.config import read_data_config
 from polarlm.data.corpus import find_damage
 from polarlm.data.tokenizer import read_tokenizer_config
 from polarlm.errors import UserError
+from polarlm.launch.corpora import data_settings
 from polarlm.locations import choices_of
 
 NAMES = choices_of("data")
@@ -25,7 +25,9 @@ def prepared(choices: list[str], cache: Path) -> Corpus:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_shipped_corpus_has_valid_settings(name: str) -> None:
-    data, tokenizer, _ = data_settings([f"data={name}"])
+    # A mixture alone is refused: its parts are chosen with it.
+    parts = ["+data@data.parts.code=pydocs", "++data.weights={code:1}"] if name == "mixture" else []
+    data, tokenizer, _ = data_settings([f"data={name}", *parts])
     config = read_data_config(data)
     read_tokenizer_config(tokenizer)
     assert config.name == name

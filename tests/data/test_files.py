@@ -12,7 +12,7 @@ import pytest
 import zstandard
 from datasets import Dataset, DatasetDict
 
-from polarlm.data import build_corpus
+from polarlm.data import LMDataModule, build_corpus
 from polarlm.data.config import DataConfig
 from polarlm.data.readers import file_units
 from polarlm.errors import UserError
@@ -92,6 +92,17 @@ def test_a_saved_dataset_and_every_split_of_a_saved_dataset_dict(tmp_path: Path)
     assert read(tmp_path / "shuffled") == shuffled[:]["text"]
     with pytest.raises(UserError, match=r"has no column 'body' \(it has: text\)"):
         read(tmp_path / "one", column="body")
+
+
+def test_a_glob_of_parquet_shards_with_names_of_splits_trains(tmp_path: Path) -> None:
+    for split, shards in (("train", 3), ("validation", 1)):
+        for shard in range(shards):
+            rows = [f"{split} shard {shard} row {row}, words enough for a window" for row in range(20)]
+            pq.write_table(pa.table({"text": rows}), tmp_path / f"{split}-0000{shard}.parquet")
+    corpus = build_corpus({"path": f"{tmp_path}/*.parquet"}, {"kind": "byte"}, tmp_path / "cache")
+    assert [corpus.store(split).documents for split in corpus.splits] == [60, 20]
+    module = LMDataModule(corpus, context=16, micro_batch=4, seed=1)
+    assert next(iter(module.train_dataloader()))["tokens"].shape == (4, 16)
 
 
 def test_a_damaged_saved_dataset_is_named(tmp_path: Path) -> None:

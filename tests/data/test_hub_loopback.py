@@ -21,7 +21,9 @@ def repository(folder: Path, column: str = "text", splits: tuple[str, ...] = ("t
     (folder / "data").mkdir(parents=True)
     for split in splits:
         rows = [f"{split} document {number} with words enough for a window" for number in range(40)]
-        pq.write_table(pa.table({column: rows}), folder / "data" / f"{split}-00000-of-00001.parquet")
+        for shard in range(2):
+            table = pa.table({column: rows[20 * shard : 20 * shard + 20]})
+            pq.write_table(table, folder / "data" / f"{split}-0000{shard}-of-00002.parquet")
     return folder
 
 
@@ -39,7 +41,9 @@ for name, options in json.loads(sys.argv[1]):
     hub = {"name": name, "revision": sys.argv[3], "splits": {"train": "train", "val": "validation"}}
     try:
         corpus = build_corpus({"name": "small", "hub": hub | options}, {"kind": "byte"}, sys.argv[2])
-        answers.append([corpus.store("train").documents, corpus.tokenizer.decode(corpus.store("val")[:21].tolist())])
+        shards = len(corpus.manifest["units"])
+        first = corpus.tokenizer.decode(corpus.store("val")[:21].tolist())
+        answers.append([corpus.store("train").documents, shards, first])
     except UserError as error:
         answers.append(str(error))
 print("ANSWERS" + json.dumps(answers))
@@ -54,18 +58,20 @@ def built(hub: LoopbackHub, tmp_path: Path, *wanted: tuple[str, dict[str, Any]])
     return json.loads(done.stdout.rpartition("ANSWERS")[2])
 
 
-def test_good_gated_renamed_and_incomplete_datasets(tmp_path: Path) -> None:
+def test_good_streamed_gated_renamed_and_incomplete_datasets(tmp_path: Path) -> None:
     repositories = {
         "owner/good": repository(tmp_path / "good"),
+        "owner/streamed": tmp_path / "good",
         "owner/gated": tmp_path / "good",
         "owner/renamed": repository(tmp_path / "renamed", column="body"),
         "owner/untrained": repository(tmp_path / "untrained", splits=("test",)),
     }
     with LoopbackHub(repositories, gated=("owner/gated",)) as hub:
-        good, gated, renamed, untrained, absent = built(
-            hub, tmp_path, *[(name, {}) for name in repositories], ("owner/absent", {})
-        )
-    assert good == [40, "validation document 0"]
+        options: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in [*repositories, "owner/absent"]]
+        options[1] = ("owner/streamed", {"fetch": "stream"})
+        good, streamed, gated, renamed, untrained, absent = built(hub, tmp_path, *options)
+    assert good == [40, 2, "validation document 0"]
+    assert streamed == [40, 4, "validation document 0"]  # two shards of each split, read one by one
     assert "/datasets/owner/gated" in gated and "hf auth login" in gated
     assert "no column 'text' (it has: body); set data.column" in renamed
     assert "split 'train' cannot be read" in untrained and "['test']" in untrained and "data.hub.splits" in untrained
@@ -77,8 +83,8 @@ def test_an_interrupted_download_is_never_taken_for_the_whole(tmp_path: Path) ->
         first = built(hub, tmp_path, ("owner/good", {}))[0]
         second = built(hub, tmp_path, ("owner/good", {}))[0]
     # The client resumes by itself, or says so; the same command again has every document.
-    assert first == [40, "validation document 0"] or "owner/good" in first
-    assert second == [40, "validation document 0"] and hub.broken == 0
+    assert first == [40, 2, "validation document 0"] or "owner/good" in first
+    assert second == [40, 2, "validation document 0"] and hub.broken == 0
 
 
 def test_a_dataset_of_the_hub_trains(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from polarlm.data import Corpus, LMDataModule, build_corpus
-from polarlm.data.commands import data_settings
 from polarlm.data.probes import PROBES, Permutations, ProbeTask, Recall
 from polarlm.errors import UserError
 from polarlm.evaluation.baselines import ngram_losses
 from polarlm.ignored import IGNORED
+from polarlm.launch.corpora import data_settings
 
 SMALL = {"examples": 300, "eval_examples": 40}
 TASKS: dict[str, dict[str, Any]] = {
@@ -265,3 +265,16 @@ def test_every_probe_has_a_yaml() -> None:
         shipped = {key: value for key, value in data[name].items()}
         defaults = kind()
         assert isinstance(defaults, ProbeTask) and shipped == {key: getattr(defaults, key) for key in shipped}
+
+
+def test_recall_with_random_filler_asks_for_every_key_once_among_symbols_of_all_kinds():
+    probe = Recall(length=64, pairs=4, keys=512, random_filler=True)
+    tokens = probe.draw(np.random.default_rng(3), 400)
+    answers, asked = probe.answers(tokens)
+    for row, answer, where in zip(tokens, answers, asked):
+        pairs = dict(zip(row[0:8:2], row[1:8:2]))
+        assert sorted(row[where]) == sorted(pairs) and not where[:8].any()
+        assert [pairs[key] for key in row[where]] == list(answer[where])
+    filler = tokens[:, 8:][~asked[:, 8:]]
+    named = {probe.words[symbol][0] for symbol in filler}
+    assert named == {"k", "v", "."} and (filler == 2).mean() < 0.02

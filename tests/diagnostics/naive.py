@@ -21,7 +21,7 @@ def forward(model, tokens):
     for block in model.blocks:
         seen = attend(block.mixer, normalised(block.mixer_norm, z), model.config.rope_base)
         step = joined(seen.update + seen.radial_update) @ weight(block.mixer.out).T
-        if block.mixer.project_stream == "attention":
+        if block.tangent[0]:
             step = step - z * (z * step).sum(-1, keepdims=True) / (z**2).sum(-1, keepdims=True)
         mid = z + step
         out = mid + swiglu(block.feed_forward, normalised(block.ffn_norm, mid))

@@ -23,7 +23,7 @@ BLOCKS = {
     "rfa": (RobustFilterAttention, None),
     "rfa_grouped": (RobustFilterAttention, 2),
     "polar": (PolarAttention, None),
-    "polar_paper": (partial(PolarAttention, projection="evidence", radial="own", project_stream="none"), None),
+    "polar_paper": (partial(PolarAttention, projection="evidence", radial="own"), None),
     "polar_global": (partial(PolarAttention, projection="global", radial="own", alpha=0.7), None),
 }
 

@@ -37,7 +37,7 @@ def _signal_at(moment: str) -> None:
     'SIGTERM row 2': after the second row of metrics that this process writes. 'SIGKILL checkpoint 1': before its first
     new last.ckpt is in place; 'SIGKILL begun 4': after the first checkpoint of the fourth run of a sweep.
     """
-    from polarlm.training.loggers.json_lines import JsonLines
+    from polarlm.training.recorder import JsonLines
 
     name, what, wanted = moment.split()
     begun: list[object] = []

@@ -21,7 +21,7 @@ def files(workshop):
     [
         (["block=plar"], ["block=plar", "polar"]),
         (["experiment=nonexistent"], ["experiment=nonexistent", "gpt2_124m"]),
-        (["block=polar", "block.nuu_t=3"], ["block.nuu_t", "block.nu_t"]),
+        (["block=polar", "block.nuu=3"], ["block.nuu", "block.nu"]),
         (["trainer.max_step=3"], ["trainer.max_step", "trainer.max_steps"]),
         (["model.n_head=5"], ["n_head", "d_model"]),
         (["model.d_model=30", "model.n_head=2"], ["odd", "15"]),

@@ -48,7 +48,7 @@ def test_a_study_runs_on_a_cluster_and_the_same_command_comes_back_to_its_jobs(s
     place.write_text(yaml.safe_dump(plan))
     command = ["study", "three", "--runs", "runs", "--summaries", "rows", "--on", "slurm", "cluster=local"]
     left = shell.run("polarlm/__main__.py", *command, "gpus_per_node=0", "wait=false")
-    assert left.code == 0 and "same command comes back" in left.out, left.out
+    assert left.code == 0 and "same command reconnects" in left.out, left.out
     queued = json.loads((shell.folder / "runs" / ".study" / "submitted.json").read_text())
     assert len(queued) == 3
     done = shell.run("polarlm/__main__.py", *command, "gpus_per_node=0")

@@ -14,13 +14,18 @@ import yaml
 from polarlm.data import atomic
 from polarlm.data.tokenizer import ByteTokenizer
 from polarlm.errors import UserError
-from polarlm.evaluation.downstream import files
-from polarlm.evaluation.downstream.blimp import blimp
-from polarlm.evaluation.downstream.continuations import encode_pair, likelihoods, rolling_windows
-from polarlm.evaluation.downstream.files import read_rows, task_file
-from polarlm.evaluation.downstream.harness import generate_answer
-from polarlm.evaluation.downstream.lambada import lambada
-from polarlm.evaluation.downstream.rolling import roll_documents
+from polarlm.evaluation import downstream
+from polarlm.evaluation.downstream import (
+    blimp,
+    encode_pair,
+    lambada,
+    likelihoods,
+    read_rows,
+    roll_documents,
+    rolling_windows,
+    task_file,
+)
+from polarlm.evaluation.harness import generate_answer
 from polarlm.evaluation.metrics import Tally, TextSize, measure
 from polarlm.evaluation.text import Text
 
@@ -125,7 +130,7 @@ def test_a_packed_file_of_a_task_does_not_expand_without_end(monkeypatch, tmp_pa
 @pytest.mark.slow
 def test_the_harness_finds_the_same_numbers(model, monkeypatch, tmp_path):
     pytest.importorskip("lm_eval")
-    from polarlm.evaluation.downstream.harness import run_tasks
+    from polarlm.evaluation.harness import run_tasks
 
     (tmp_path / "lambada").mkdir()
     for name, rows in (("blimp_dev.jsonl.xz", PAIRS), ("lambada/lambada_dev.jsonl", PASSAGES)):
@@ -136,7 +141,7 @@ def test_the_harness_finds_the_same_numbers(model, monkeypatch, tmp_path):
             (tmp_path / name).write_bytes(lzma.compress(text.encode()))
         else:
             (tmp_path / name).write_text(text)
-    monkeypatch.setattr(files, "local_copy", lambda name: tmp_path / name)
+    monkeypatch.setattr(downstream, "local_copy", lambda name: tmp_path / name)
     # A task as the harness has it for WikiText: whole pages, word perplexity and bits per byte.
     page = "A page of text , with words in it , longer than one @-@ off window of the model is : sixty @,@ four .\n"
     pages = [page * 2, "Short."]

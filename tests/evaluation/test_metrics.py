@@ -56,7 +56,7 @@ def test_every_row_can_be_shown_to_a_person():
 
 
 def test_the_final_table_of_a_word_model_fits_80_columns():
-    from polarlm.launch.table import metric_lines
+    from polarlm.launch.train import metric_lines
 
     numbers = measure(Tally(nats=8 * 5.0, targets=8, correct=6, text=COIN.text))
     summary = {f"{split}/{name}": value for split in ("val", "test") for name, value in numbers.items()}
@@ -80,15 +80,15 @@ def test_reading_the_table_loads_nothing_heavy():
 
 def test_a_new_row_reaches_the_final_table_and_wandb_without_another_edit(monkeypatch):
     from polarlm.evaluation.metrics import Metric
-    from polarlm.launch import table
+    from polarlm.launch import train
     from polarlm.training.loggers import wandb as wandb_module
 
     new = Metric(
         "nats_per_byte", "nats per byte", "nats/byte", "nats", "lower", "New.", lambda t: t.nats / t.text.bytes
     )
-    for module in (table, wandb_module):
+    for module in (train, wandb_module):
         monkeypatch.setattr(module, "METRICS", (*METRICS, new))
-    lines = table.metric_lines({"val/loss": 1.0, "val/nats_per_byte": 0.25})
+    lines = train.metric_lines({"val/loss": 1.0, "val/nats_per_byte": 0.25})
     assert "nats/byte" in lines[0] and "0.25" in lines[1]
 
     class Run:

@@ -7,17 +7,19 @@ import pytest
 import torch
 
 from polarlm.errors import UserError
-from polarlm.evaluation.by_frequency import loss_by_frequency, token_counts
-from polarlm.evaluation.by_position import loss_by_position, position_edges
+from polarlm.evaluation.breakdowns import loss_by_frequency, loss_by_position, losses_of_documents, position_edges
 from polarlm.evaluation.calibration import Reliability, calibration
-from polarlm.evaluation.corruption import KINDS, corruption, loss_by_corruption
-from polarlm.evaluation.documents import losses_of_documents
-from polarlm.evaluation.length import loss_by_length
 from polarlm.evaluation.metrics import measure
-from polarlm.evaluation.scores import score_text
-from polarlm.evaluation.shuffled import shuffled_documents, shuffling_control
+from polarlm.evaluation.robustness import (
+    KINDS,
+    corruption,
+    loss_by_corruption,
+    loss_by_length,
+    shuffled_documents,
+    shuffling_control,
+)
+from polarlm.evaluation.scores import score_text, window_spans
 from polarlm.evaluation.text import read_text
-from polarlm.evaluation.windows import window_spans
 
 CONTEXT = 16
 
@@ -99,7 +101,7 @@ def test_loss_by_position_is_the_mean_of_the_tokens_at_that_position(model, text
 
 def test_loss_by_frequency_sorts_targets_by_their_count_in_the_training_text(model, text):
     scores = score_text(model, text)
-    counts = token_counts(np.array([5] * 9 + [6] * 10 + [int(text.tokens[3])] * 1000), 257)
+    counts = np.bincount(np.array([5] * 9 + [6] * 10 + [int(text.tokens[3])] * 1000), minlength=257)
     curve = loss_by_frequency(scores, counts)
     for low, high, loss, count in zip(curve["from"], curve["to"], curve["loss"], curve["targets"]):
         chosen = [n for n, t in zip(scores.nats, scores.targets) if low <= counts[t] <= high]

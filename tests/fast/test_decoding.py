@@ -16,6 +16,7 @@ from polarlm.attention.rfa import PARAMETERS as RFA_PARAMETERS
 from polarlm.attention.rfa import RobustFilterAttention
 from polarlm.attention.standard import StandardAttention
 from polarlm.attention.xsa import ExclusiveAttention
+from polarlm.block_keys import OLD
 from polarlm.fast.decoding import PASSED_ON, REQUIRED
 from polarlm.geometry import rotary_tables
 from polarlm.model.block import Block, decode_layer
@@ -160,7 +161,7 @@ def test_a_full_cache_is_refused() -> None:
 
 
 def test_every_switch_of_polar_says_whether_the_short_way_knows_it() -> None:
-    named = set(inspect.signature(PolarAttention).parameters) - {"shape", "kernel", "backend", "mu_spread"}
+    named = set(OLD) - {"kernel", "backend", "mu_spread", "project_stream"}
     assert named - set(PARAMETERS) == set(PASSED_ON) | set(REQUIRED), "see polarlm/fast/decoding.py"
 
 
@@ -179,5 +180,5 @@ def test_every_switch_of_rfa_is_known_to_its_recipe() -> None:
 def test_every_switch_of_standard_is_known_to_its_recipe() -> None:
     known = {"shape", "qk_norm", "rotate_values", "frequencies", "forgetting", "forget_bias"}
     known |= {"head_gate", "value_residual"}
-    elsewhere = {"qk_gain", "project_stream"}  # where QK-norm's gains start; outside the mixer (fast/decoding.py)
+    elsewhere = {"qk_gain"}  # where QK-norm's gains start
     assert set(inspect.signature(StandardAttention).parameters) == known | elsewhere

@@ -19,9 +19,11 @@ LENGTH = 67  # more than one block of keys
 
 
 def model(mixer=StandardAttention, options: dict | None = None, **changes) -> GPT:
+    options = dict(options or {})
+    changes = {"frame": options.pop("frame", "pre"), **changes}
     torch.manual_seed(0)
     size = dict(vocab_size=11, context=LENGTH, d_model=48, n_layer=2, n_head=4, n_kv_head=2, head_dim=16)
-    return GPT(GPTConfig(**(size | changes)), functools.partial(mixer, **(options or {}))).eval()
+    return GPT(GPTConfig(**(size | changes)), functools.partial(mixer, **options)).eval()
 
 
 @torch.no_grad()
@@ -39,9 +41,9 @@ def token_by_token(gpt: GPT, tokens: Tensor) -> tuple[Tensor, bool]:
         (StandardAttention, {}),
         (ExclusiveAttention, {"rotate_values": True}),
         (RobustFilterAttention, {}),
-        (PolarAttention, {}),
-        (PolarAttention, {"projection": "evidence", "radial": "own", "project_stream": "none"}),
-        (ExclusiveAttention, {"project_stream": "both"}),
+        (PolarAttention, {"frame": "pre+tangent"}),
+        (PolarAttention, {"projection": "evidence", "radial": "own"}),
+        (ExclusiveAttention, {"frame": "pre+tangent_both"}),
     ],
     ids=["standard", "xsa", "rfa", "polar", "polar_paper", "both branches across the stream"],
 )
@@ -59,19 +61,20 @@ def test_layers_decode_what_they_compute_at_once(mixer, options: dict, rows: int
 
 
 @pytest.mark.parametrize(
-    ("options", "changes"),
+    ("mixer", "options", "changes"),
     [
-        ({}, {"frame": "post"}),
-        ({}, {"frame": "scaled"}),
-        ({}, {"ffn": "relu2"}),
-        ({}, {"ffn_width": 40}),
-        ({}, {"d_model": 40}),
-        ({"head_gate": True}, {}),
+        (StandardAttention, {}, {"frame": "post"}),
+        (StandardAttention, {}, {"frame": "scaled"}),
+        (StandardAttention, {}, {"ffn": "relu2"}),
+        (StandardAttention, {}, {"ffn_width": 40}),
+        (StandardAttention, {}, {"d_model": 40}),
+        (StandardAttention, {"head_gate": True}, {}),
+        (PolarAttention, {"tie_output": True, "norm_position": "post"}, {}),
     ],
     ids=str,
 )
-def test_other_layers_take_the_long_way(options: dict, changes: dict) -> None:
-    gpt, tokens = model(options=options, **changes), torch.randint(11, (2, LENGTH))
+def test_other_layers_take_the_long_way(mixer, options: dict, changes: dict) -> None:
+    gpt, tokens = model(mixer, options, **changes), torch.randint(11, (2, LENGTH))
     logits, taken = token_by_token(gpt, tokens)
     assert not taken
     with torch.no_grad():

@@ -11,7 +11,9 @@ from polarlm.attention.robust import AttentionOutput, reference_attention
 from polarlm.fast import backends as kernels
 from polarlm.fast import selfcheck
 from polarlm.fast.selfcheck import Setup
-from polarlm.training.hardware import use_tensor_cores
+from polarlm.model.build import build_model
+from polarlm.training.hardware import compiled_loss, use_tensor_cores
+from tests.training.tiny_jobs import composed
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -93,3 +95,31 @@ def test_a_gpu_without_kernels_is_said_aloud_and_the_reasons_are_kept(monkeypatc
     assert str(choice) == "streaming (triton: it differs; flex: it does not drop weights)"
     kernels.forget_choices()
     kernels._warn_once.cache_clear()
+
+
+def test_kernels_are_compared_before_the_model_is_compiled_not_meanwhile(monkeypatch, tmp_path):
+    """FlexAttention's check compiles too, and a compilation inside another made torch give up on the model."""
+    meanwhile, checked = [], kernels.check
+
+    def watched(*given):
+        meanwhile.append(torch.compiler.is_compiling())
+        with torch.enable_grad():
+            torch.compile(torch.sin, backend="aot_eager")(torch.ones(3, requires_grad=True)).sum().backward()
+        return checked(*given)
+
+    model = build_model(composed(tmp_path, "block=polar", "block.radial=off"), 64)
+    flex = kernels.BACKENDS["flex"]
+    monkeypatch.setitem(
+        kernels.BACKENDS, "flex", flex._replace(run=kernels.BACKENDS["native"].run, obstacle=lambda call: None)
+    )
+    monkeypatch.setattr(kernels, "TRIED", {"cpu": ("flex",)})
+    monkeypatch.setattr(kernels, "check", watched)
+    kernels._compared.cache_clear()
+    torch._dynamo.reset()
+    try:
+        tokens, before = torch.zeros(2, 16, dtype=torch.long), torch.get_rng_state()
+        compiled_loss(model, backend="aot_eager", fullgraph=True)(tokens, tokens).backward()
+    finally:
+        kernels._compared.cache_clear()
+    assert meanwhile == [False]
+    assert torch.equal(before, torch.get_rng_state())

@@ -1,7 +1,10 @@
 """The Triton kernels in the interpreter against the reference; test_triton.py runs this file in its own process.
 
-Few heads and short sequences: the interpreter needs about 20 ms per tile.
+Few heads and short sequences: the interpreter needs about 20 ms per tile. Every branch of the kernels runs for every
+commit; further lengths and combinations of the same branches run at night (POLARLM_NIGHTLY=1).
 """
+
+import os
 
 import numpy as np
 import pytest
@@ -18,6 +21,12 @@ from tests.fast.cases import assert_same, make_case, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about pairs that are masked
 SMALL = dict(batch=1, heads=2, groups=1, dtype=torch.float32)
+nightly = pytest.mark.skipif("POLARLM_NIGHTLY" not in os.environ, reason="branches that others take: POLARLM_NIGHTLY=1")
+
+
+def at_night(*cases):
+    """Cases for the nightly set."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=nightly) for case in cases]
 
 
 @pytest.fixture(autouse=True)
@@ -42,8 +51,11 @@ def test_every_switch(kernel, magnitude, decay_keys, decay_values):
     assert_same(case, "triton", 2e-4, kernel=kernel, decay_keys=decay_keys, decay_values=decay_values)
 
 
-@pytest.mark.parametrize(("kernel", "learned"), [("student", True), ("student", False), ("gaussian", True)])
-@pytest.mark.parametrize("forgets", [0.5, 50.0])
+@pytest.mark.parametrize(
+    ("kernel", "learned", "forgets"),
+    [("student", False, 50.0), ("gaussian", True, 0.5)]
+    + at_night(("student", True, 50.0), ("gaussian", True, 50.0), ("student", True, 0.5), ("student", False, 0.5)),
+)
 def test_a_past_that_fades(kernel, learned, forgets):
     case = make_case(queries=19, keys=40, forgets=forgets, **SMALL)
     case.noise.nu.requires_grad_(learned).data.fill_(3.0)
@@ -51,8 +63,12 @@ def test_a_past_that_fades(kernel, learned, forgets):
     assert_same(case, "triton", 2e-4, kernel=kernel, documents=documents)
 
 
-@pytest.mark.parametrize("constant", [False, True])
-@pytest.mark.parametrize(("factor", "packed"), [(1.0, False), (1.0, True), (30.0, False), (30.0, True)])
+@pytest.mark.parametrize(
+    ("factor", "packed", "constant"),
+    [(1.0, True, True), (30.0, False, False)]
+    + at_night((1.0, False, False), (1.0, True, False), (1.0, False, True), (30.0, True, False))
+    + at_night((30.0, False, True), (30.0, True, True)),
+)
 def test_the_plain_dot_product_with_forget_gates(constant, factor, packed):
     """As FoX has it, also where logits of a thousand make a row's largest weight necessary."""
     case = make_case(queries=90, forgets=0.5, magnitude=False, **SMALL)
@@ -68,7 +84,7 @@ def test_the_plain_dot_product_with_forget_gates(constant, factor, packed):
     assert_same(case, "triton", 1e-3 if factor > 1 else 2e-4, **options)
 
 
-@pytest.mark.parametrize("length", [1, 63, 97])
+@pytest.mark.parametrize("length", [1, 97, *at_night(63)])
 def test_odd_lengths(length):
     case = make_case(queries=length, size=16, **SMALL | dict(heads=1))
     assert_same(case, "triton", 2e-4, kernel="student", radial_mode="own")
@@ -92,8 +108,12 @@ def assert_same_radial(case, tolerance, against=None, **options):
     return actual
 
 
-@pytest.mark.parametrize("correlation", ["qk", "vv", "one"])
-@pytest.mark.parametrize(("queries", "keys", "packed"), [(1, 1, False), (63, 63, True), (40, 75, False)])
+@pytest.mark.parametrize(
+    ("queries", "keys", "packed", "correlation"),
+    [(40, 75, False, "qk"), (63, 63, True, "vv"), (1, 1, False, "one")]
+    + at_night((40, 75, False, "vv"), (40, 75, False, "one"), (63, 63, True, "qk"), (63, 63, True, "one"))
+    + at_night((1, 1, False, "qk"), (1, 1, False, "vv")),
+)
 def test_the_radial_channel(monkeypatch, correlation, queries, keys, packed):
     monkeypatch.setattr(triton_backend, "RADIAL_CHUNK", 48)  # the last one not full
     case = make_case(batch=2, heads=4, groups=2, queries=queries, keys=keys, size=40, dtype=torch.float32)
@@ -142,6 +162,7 @@ def radial_evidence(case):
     return logits.masked_fill(~torch.ones(19, 19).tril().bool(), -torch.inf).logsumexp(-1) / np.log(2)
 
 
+@nightly
 def test_a_thousand_tokens(monkeypatch):
     # Larger blocks than a GPU would hold: the interpreter's time goes by tiles, not by their size.
     large = {name: dict.fromkeys(sizes, (128, 128, 4, 1)) for name, sizes in triton_backend.LAUNCH.items()}
@@ -155,7 +176,7 @@ def test_several_groups_and_rows_of_a_batch():
     assert_same(case, "triton", 2e-4, kernel="student")
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [True, *at_night(False)])
 def test_cached_keys_and_documents(packed):
     case = make_case(queries=40, keys=75, **SMALL)
     documents = (torch.arange(75) // 9).expand(1, 75) if packed else None
@@ -178,7 +199,7 @@ def test_head_sizes_that_are_no_power_of_two_and_views_that_are_not_contiguous()
     assert_same(case, "triton", 2e-4, kernel="student")
 
 
-@pytest.mark.parametrize("nu", [1.0, 3.0, 7.0, 3.5])
+@pytest.mark.parametrize("nu", [3.0, 3.5, *at_night(1.0, 7.0)])
 def test_a_frozen_power_by_squaring_and_heads_that_differ(nu):
     case = make_case(queries=19, **SMALL)
     case.noise.nu.requires_grad_(False)[0] = nu  # the other head keeps a ν of its own
@@ -190,15 +211,17 @@ def test_a_frozen_power_by_squaring_and_heads_that_differ(nu):
 @pytest.mark.parametrize(
     ("kernel", "shape", "learned", "factor", "crowd", "least", "most"),
     [
-        ("student", 7.0, False, 1e2, 1.0, -83, -53),
         ("student", 7.0, False, 1e2, 1e14, -83, 29),  # the largest κ alone is beyond 2^64
-        ("student", 12.0, True, 1e3, 1.0, -129, -80),
         ("student", 14.0, True, 1e3, 1.0, -149, -92),
-        ("student", 60.0, False, 1e3, 1.0, -549, -317),
-        ("exponential", 1.0, True, 2.0, 1.0, -139, 1),
         ("exponential", 1.0, True, 8.0, 1.0, -2295, -16),
-        ("gaussian", 1.0, True, 1.0, 1e8, 3, 56),
         ("gaussian", 1.0, True, 1.0, 1e17, 3, 115),
+        *at_night(
+            ("student", 7.0, False, 1e2, 1.0, -83, -53),
+            ("student", 12.0, True, 1e3, 1.0, -129, -80),
+            ("student", 60.0, False, 1e3, 1.0, -549, -317),
+            ("exponential", 1.0, True, 2.0, 1.0, -139, 1),
+            ("gaussian", 1.0, True, 1.0, 1e8, 3, 56),
+        ),
     ],
 )
 def test_sums_of_any_size(kernel, shape, learned, factor, crowd, least, most):
@@ -346,7 +369,7 @@ def _guarded_case(kernel):
     return case, dict(kernel=kernel, documents=documents, decay_keys=True, decay_values=True, radial_mode="own")
 
 
-@pytest.mark.parametrize("kernel", ["student", "exponential"])
+@pytest.mark.parametrize("kernel", ["student", *at_night("exponential")])
 def test_only_what_was_given_is_read_and_every_result_is_written_once(guard, kernel):
     case, options = _guarded_case(kernel)
     if kernel == "exponential":

@@ -105,7 +105,7 @@ def to_gpu(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 
 class Watch(TorchDispatchMode):
-    """Counts operators, and notes whatever makes the host wait for the GPU, or copies from one to the other."""
+    """Counts the GPU's operators, and notes what makes the host wait for the GPU or copies from one to the other."""
 
     supports_higher_order_operators = True
     WAITS = ("_local_scalar_dense", "equal.default", "is_nonzero", "nonzero", "masked_select", "unique")
@@ -117,11 +117,11 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = str(function)
-        self.operators[name] += 1
         if any(wait in name for wait in self.WAITS):
             self.waits.append(name)
         out = function(*args, **(kwargs or {}))
         tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
+        self.operators[name] += any(x.is_cuda for x in tensors)
         copies = "copy" in name  # elsewhere a number on the host is an argument of a launch
         if {x.device.type for x in tensors if copies or x.dim()} == {"cpu", "cuda"}:
             self.waits.append(f"{name} between host and GPU")

@@ -14,15 +14,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from polarlm.attention.forgetting import running_sum
-from polarlm.fast import backends
+from polarlm.attention.robust import reference_attention
+from polarlm.fast import backends, selfcheck
 from polarlm.model.build import build_model
-from polarlm.training.gradients import clip, gradients_of, total_norm
-from polarlm.training.optimisers import build_optimiser
+from polarlm.training.optimisers import build_optimiser, clip, gradients_of, total_norm
 from tests.gpu.claimed import GPU, Watch, claim, to_gpu
 from tests.training.tiny_jobs import ROOT, composed
 
 claim()
-EVERY = sorted(path.stem for path in (ROOT / "configs" / "block").glob("*.yaml"))
+EVERY = sorted([*(path.stem for path in (ROOT / "configs" / "block").glob("*.yaml")), "polar_constant"])
 BLOCKS = os.environ.get("BLOCKS", " ".join(EVERY)).split()
 COMPILED = os.environ.get("COMPILED", " ".join(EVERY)).split()
 # Blocks whose attention goes through robust attention and that a kernel of ours can take.
@@ -121,7 +121,9 @@ def test_deterministic_training_needs_no_cumsum(tmp_path):
         with mode, Watch() as watch, torch.autocast("cuda", dtype=torch.bfloat16):
             tokens = torch.zeros(2, 256, dtype=torch.long, device=GPU)
             model.loss(tokens, tokens, documents=None, reduction="sum").backward()
-        assert not [name for name in watch.operators if "cumsum" in name]
+            # The check of the kernels too: what it cannot do is taken for a fault of theirs.
+            selfcheck.passes(reference_attention, GPU, selfcheck.Setup(shape_learns=False, forgets=True))
+        assert not [name for name, times in watch.operators.items() if "cumsum" in name and times]
         with mode:
             assert running_sum(torch.zeros(2, 3, 7, device=GPU), 1).shape == (2, 3, 7)
     finally:

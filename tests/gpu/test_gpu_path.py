@@ -13,7 +13,7 @@ from polarlm.fast import triton_backend
 from tests.conftest import ROOT
 from tests.gpu import claimed
 
-MAIN = "standard standard_strong xsa_forgetting fox polar polar_paper"
+MAIN = "standard_strong xsa_forgetting polar polar_paper"
 pytestmark = [
     pytest.mark.skipif(claimed.compiler() is None, reason="the claimed GPU's guard needs a C++ compiler"),
     pytest.mark.skipif(not triton_backend.INSTALLED, reason="triton is not installed"),

@@ -11,10 +11,9 @@ import pytest
 import yaml
 
 from polarlm.errors import JobsLeft, UserError
-from polarlm.jobs import board as boards
 from polarlm.jobs import engine, places
-from polarlm.jobs.board import Board
-from polarlm.jobs.engine import Policy, run_jobs
+from polarlm.jobs import engine as boards
+from polarlm.jobs.engine import Board, Policy, run_jobs
 from polarlm.jobs.job import Ended, JobSpec
 from polarlm.jobs.places import Here, share_of_cores, visible_gpus
 from polarlm.runs.identity import identity_of
@@ -154,7 +153,7 @@ def test_on_a_cluster_the_jobs_stay_when_we_leave_and_the_same_command_finds_the
         raise KeyboardInterrupt
 
     place = FakePlace(at_once=9, outlives=True, polls=100)
-    with pytest.raises(JobsLeft, match="same command comes back"):
+    with pytest.raises(JobsLeft, match="same command reconnects"):
         run_jobs(jobs_of(tmp_path, "a", "b"), place, watch=interrupted)
     assert not any(handle.stopped for handle in place.handles)
     place.queue = dict(zip("ab", place.handles))
@@ -247,7 +246,7 @@ def test_a_killed_job_leaves_no_rank_behind(tmp_path, monkeypatch):
         f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\n"
         "time.sleep(600)\n"
     )
-    monkeypatch.setattr("polarlm.jobs.processes.verb_command", lambda verb: ["-c", program])
+    monkeypatch.setattr("polarlm.jobs.job.verb_command", lambda verb: ["-c", program])
     (handle,) = Here(1, 1).start(jobs_of(tmp_path, "a"))
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
         time.sleep(0.05)
@@ -310,7 +309,7 @@ def test_a_job_whose_time_on_the_cluster_is_over_saves_and_is_queued_again(tmp_p
     pytest.importorskip("submitit", reason='needs pip install "polarlm[cluster]"')
     program = "import pathlib, signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(143))\n"
     program += "pathlib.Path(sys.argv[1]).write_text('on')\ntime.sleep(600)"
-    monkeypatch.setattr("polarlm.jobs.processes.verb_command", lambda verb: ["-c", program])
+    monkeypatch.setattr("polarlm.jobs.job.verb_command", lambda verb: ["-c", program])
     work = places.ClusterJob([str(tmp_path / "on")], {}, tmp_path / "log", "train")
     delayed = []
 

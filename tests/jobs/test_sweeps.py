@@ -161,10 +161,10 @@ def test_a_wrong_number_of_jobs_is_one_sentence():
 CHILD = """
 import sys, time
 sys.argv = ["train.py"]
-import polarlm.jobs.processes as processes
-sleeper = "import time; from polarlm.jobs.processes import watch_parent; watch_parent(); time.sleep(600)"
-processes.verb_command = lambda verb: ["-c", sleeper]
-job = processes.start_job([], {})
+import polarlm.jobs.job as jobs
+sleeper = "import time; from polarlm.jobs.job import watch_parent; watch_parent(); time.sleep(600)"
+jobs.verb_command = lambda verb: ["-c", sleeper]
+job = jobs.start_job([], {})
 print(job.pid, flush=True)
 time.sleep(600)
 """
@@ -198,7 +198,7 @@ def test_a_job_that_ended_badly_says_why_in_words(tmp_path, code, log, words):
 
 RANK = """
 import os, subprocess, sys, time
-sleeper = "import time; from polarlm.jobs.processes import watch_parent; watch_parent(); time.sleep(600)"
+sleeper = "import time; from polarlm.jobs.job import watch_parent; watch_parent(); time.sleep(600)"
 rank = subprocess.Popen([sys.executable, "-c", sleeper], env={**os.environ, "LOCAL_RANK": "1", "POLARLM_RUN_DIR": "x"})
 print(rank.pid, flush=True)
 time.sleep(600)

@@ -101,4 +101,10 @@ def test_a_loss_is_stored_for_every_block_and_is_the_one_it_has_here():
     assert sorted(stored) == all_blocks()
     losses, facts = acceptance.block_losses("polar", "cpu")
     assert losses == pytest.approx(stored["polar"], abs=acceptance.LOSS_TOLERANCE)
-    assert facts["backend"] and facts["graph_breaks"] == 0
+    assert facts["backend"] and facts["graph_breaks"] == 0 and facts["compile_seconds"] == 0
+
+
+def test_seconds_of_compiling_are_those_of_one_block():
+    """The clock is torch's, and is set back before every block: differences across blocks were negative."""
+    both = [acceptance.block_losses("standard", "cpu", compiled=compiled)[1]["compile_seconds"] for compiled in (1, 0)]
+    assert both[0] > 0 == both[1]

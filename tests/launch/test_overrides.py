@@ -26,7 +26,7 @@ def plan(loader, *overrides, config="train", multirun=False):
         ("block=null", ["block=None"]),
         ("experiment=null", ["experiment=None"]),
         ("hydra/launcher=nowhere", ["basic"]),
-        ("block.nu_t=3", ["block.nu_t"]),
+        ("block.nu=3", ["block.nu"]),
         ("trainer.max_step=3", ["trainer.max_steps"]),
         ("max_steps=3", ["trainer.max_steps"]),
         ("hydra.nothing=3", ["hydra.nothing"]),
@@ -54,13 +54,14 @@ def test_evaluation_takes_another_corpus_but_no_block(loader):
 
 
 def test_a_key_that_only_some_blocks_of_a_sweep_have_is_refused_for_the_others(loader):
-    with pytest.raises(UserError, match=r"'block\.nu_t' with block=standard"):
-        plan(loader, "block=polar,standard", "block.nu_t=1", multirun=True)
+    with pytest.raises(UserError, match=r"'block\.nu' with block=standard"):
+        plan(loader, "block=polar,standard", "block.nu=1", multirun=True)
     assert len(plan(loader, "block=polar,rfa", "block.mu=0,1", multirun=True).jobs) == 4
 
 
 def test_what_exists_is_accepted(loader):
-    made = plan(loader, "optim.betas.1=0.9", "+note=mine", "data=mixture", "data.weights.pydocs=0.5")
+    mixture = ("data=mixture", "+data@data.parts.code=pydocs", "+data@data.parts.plays=shakespeare")
+    made = plan(loader, "optim.betas.1=0.9", "+note=mine", *mixture, "data.weights={code:0.7,plays:0.3}")
     assert not made.multirun and len(made.jobs) == 1 and made.varied == []
 
 
@@ -68,7 +69,7 @@ def test_what_exists_is_accepted(loader):
 def test_a_named_sweep_needs_neither_plus_nor_flag(loader, typed):
     made = plan(loader, typed, "seed=1,2")
     assert made.multirun and len(made.jobs) == 12  # the command line wins over the sweep's own three seeds
-    assert made.varied == ["block.nu_t", "seed"] and made.overrides == ["sweep=nu", "seed=1,2"]
+    assert made.varied == ["block.nu", "seed"] and made.overrides == ["sweep=nu", "seed=1,2"]
 
 
 def test_a_wrong_value_in_one_job_leaves_the_other_jobs_alone(loader):

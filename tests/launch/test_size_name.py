@@ -1,7 +1,7 @@
 """A model is called by a size's name only if it has that size."""
 
 from polarlm.launch.train import size_name
-from polarlm.verdict.defaults import shipped_settings
+from polarlm.locations import shipped_settings
 
 
 def test_changed_sizes_lose_the_name_and_other_settings_keep_it():

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from polarlm.launch.table import spaced, undertrained_note
+from polarlm.launch.train import spaced, undertrained_note
 from polarlm.visible import fitted
 
 
@@ -50,7 +50,7 @@ def test_numbers_at_several_lengths_stand_beside_their_length():
 
 def test_a_difference_that_rounds_to_zero_has_no_sign():
     from polarlm.report.tables import show_estimate
-    from polarlm.verdict.estimates import estimate_mean
+    from polarlm.verdict.evidence import estimate_mean
 
     assert show_estimate(estimate_mean([-0.005, 0.0042]), signed=True).startswith("0.000 ±")
 

@@ -7,7 +7,7 @@ import pytest
 
 from polarlm.errors import UserError
 from polarlm.launch.overrides import config_loader, plan_jobs
-from polarlm.training.loggers.build import check_targets
+from polarlm.training.loggers import check_targets
 from tests.launch.forked import Fork
 
 # key: values that must be refused, as typed.
@@ -21,11 +21,11 @@ WRONG_VALUES = {
     "jobs.stop_on_failure": "maybe null 1",
     "jobs.retries": "-1 x 1.5",
     "sample.prompt": "null [a] 3",
-    "sample.tokens": "-1 1.5 many null true",
+    "sample.tokens": "-1 1.5 many null true 1e15",
     "sample.temperature": "-0.1 hot null nan inf 1e-320 1e-9",
     "sample.top_k": "0 -3 2.5 few",
-    "trainer.max_steps": "1.5 0 -1 many true [3] nan",
-    "trainer.max_tokens": "0 -5 1.5 inf lots",
+    "trainer.max_steps": "1.5 0 -1 many true [3] nan 1e18 1e30",
+    "trainer.max_tokens": "0 -5 1.5 inf lots 1e300",
     "trainer.batch_tokens": "0 -128 null big 128.5 1000 1e15 4294967296",
     "trainer.micro_batch_tokens": "0 null -1 x 1e15",
     "trainer.log_every": "0 -1 null often 2.5",
@@ -35,8 +35,8 @@ WRONG_VALUES = {
     "trainer.on_nonfinite": "ignore null",
     "trainer.max_incidents": "-1 null x",
     "trainer.spike_z": "-1 null x",
-    "trainer.devices": "0 -1 two null 1.5 [0]",
-    "trainer.nodes": "0 -2 null",
+    "trainer.devices": "0 -1 two null 1.5 [0] 1e6",
+    "trainer.nodes": "0 -2 null 1e9",
     "trainer.accelerator": "gpuu null 1 true toaster",
     "trainer.precision": "fp7 32 bf16 null true",
     "trainer.strategy": "dpp null true fsdp2",
@@ -54,8 +54,8 @@ WRONG_VALUES = {
     "logger.wandb.mode": "sometimes null true",
     "logger.wandb.project": "null a/b ''",
     "diagnostics.every": "-1 null 1.5",
-    "diagnostics.tokens": "0 -1 null",
-    "diagnostics.length": "0 null x",
+    "diagnostics.tokens": "0 -1 null 1e15",
+    "diagnostics.length": "0 null x 1e15",
     "model.d_model": "0 -8 null x 1.5 130",
     "model.n_layer": "0 -1 null 2.5 4096",
     "model.n_head": "0 5 null x",
@@ -93,24 +93,26 @@ WRONG_VALUES = {
     "tokenizer.train_bytes": "0 x",
 }
 WRONG_BLOCK_VALUES = {
-    "block.kernel": "studnt null 3",
-    "block.projection": "globall true",
-    "block.norm_position": "middle",
-    "block.norm_scope": "both",
-    "block.residual_form": "half",
-    "block.lift": "3 0 x",
+    "block.influence.irls_steps": "0 1.5 x 1000000",
+    "block.tie_output": f"1{'0' * 400} 10**400 1e400 2 maybe",  # an old name
+    "block/influence": "studnt null 3",
+    "block.step.projection": "globall true",
+    "block.inputs.norm_position": "middle",
+    "block.inputs.norm_scope": "both",
+    "block.influence": "x null",
+    "block.inputs.lift": "3 0 x",
     "block.backend": "cuda",
-    "block.rotate_values": "maybe 1",
-    "block.norm_values": "perhaps",
-    "block.mu_spread": "wide",
-    "block.nu_t": "0 -1 x [1,-2] null inf",
-    "block.nu_r": "0 [1,2]",
-    "block.eta_tk": "-0.1 x",
+    "block.transport.rotate_values": "maybe 1",
+    "block/inputs": "perhaps",
+    "block.precision.mu_spread": "wide",
+    "block.nu": "0 -1 x [1,-2] null inf",
+    "block.precision.sigma_t0": "-1 x",
+    "block.eta": "-0.1 x",
     "block.m_inf": "-1 null",
     "block.mu": "-0.5 null",
-    "block.radius": "0 -1",
+    "block.inputs.radius": "0 -1",
     "block.alpha": "-1 x",
-    "block.beta": "-1",
+    "block.beta": "-1 0.3",  # which needs a radial channel
     "block.frozen": "alpha [1]",
 }
 OTHERS = [
@@ -127,7 +129,7 @@ OTHERS = [
     (["experiment=nonexistent"], "experiment"),
     (["sweep=nuu"], "nu"),
     (["hydra/launcher=nowhere"], "basic"),
-    (["block=standard", "block.nu_t=3"], "block.nu_t"),
+    (["block=standard", "block.nu=3"], "block.nu"),
     (["trainer.max_step=3"], "trainer.max_steps"),
     (["max_steps=3"], "trainer.max_steps"),
     (["+trainer.foo=3"], "trainer.foo"),
@@ -161,9 +163,17 @@ OTHERS = [
     (["model.d_model=131072"], "memory"),
     (["model.head_dim=131072"], "memory"),
     (["optim.lr=1", "optim.weight_decay=2"], "optim.weight_decay"),
+    (["data=mixture"], "data.parts"),
+    (["data=mixture", "+data@data.parts.code=pydocs"], "data.weights"),
     (["data=mixture", "data.parts={}"], "data.parts"),
     (["data=mixture", "data.parts=null"], "data.parts"),
     (["data=text", "data.path=/proc/kmsg"], "/proc/kmsg"),
+    (["tokenizer=file", "tokenizer.path=/proc/kmsg"], "/proc/kmsg"),
+    (["init_from=/proc/self/mem"], "init_from"),
+    (["init_from=/"], "init_from"),
+    (["init_from=nowhere"], "init_from"),
+    ([f"init_from={'a' * 5000}"], "init_from"),
+    (["data=hub", "data.hub.name=../../etc"], "data.hub.name"),
     (["data=text", "data.path=/proc/self/mem"], "/proc/self/mem"),
     (["data=text", f"data.path={'a' * 5000}"], "too long"),
     (["data=text", f"data.path={'a' * 300}/b.txt"], "too long"),
@@ -263,7 +273,5 @@ def test_a_logger_that_is_not_installed_is_refused_before_anything_is_written(mo
 
 
 def test_a_right_input_would_have_got_further(fork, tmp_path):
-    done = fork.run(
-        tmp_path, "train.py", "--cfg", "job", "trainer.max_steps=2e3", "block=polar", "block.nu_t=[1,2,3,4]"
-    )
+    done = fork.run(tmp_path, "train.py", "--cfg", "job", "trainer.max_steps=2e3", "block=polar", "block.nu=[1,2,3,4]")
     assert done.code == 0 and "max_steps: 2000" in done.out and "Traceback" not in done.out

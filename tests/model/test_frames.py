@@ -11,7 +11,7 @@ from polarlm.attention.ngpt import NormalisedAttention
 from polarlm.errors import UserError
 from polarlm.model import GPT, GPTConfig
 from polarlm.model.build import frame_of
-from polarlm.model.config import FRAME_NAMES
+from polarlm.model.config import CONNECTIONS, FRAME_NAMES
 from polarlm.model.frames import FRAMES, Geodesic
 from polarlm.training.optimisers import build_optimiser
 
@@ -54,7 +54,7 @@ def unit(x):
 
 
 def test_every_frame_has_a_name_in_the_settings():
-    assert set(FRAMES) == set(FRAME_NAMES)
+    assert set(FRAMES) == set(CONNECTIONS) == {name.partition("+")[0] for name in FRAME_NAMES}
 
 
 def test_layernorm_scaling_divides_what_layer_l_reads_by_the_root_of_l():
@@ -169,15 +169,15 @@ def test_weights_are_back_on_their_spheres_after_every_step(name):
 
 
 def test_a_raw_block_refuses_a_frame_that_scales_norms():
-    with pytest.raises(UserError, match="norm_position=both"):
+    with pytest.raises(UserError, match=r"block\.inputs\.norm_position=both"):
         GPT(GPTConfig(**SIZE, frame="scaled"), lambda shape: PolarAttention(shape, norm_position="post"))
 
 
 def test_ngpt_refuses_a_tied_output_and_geonorm_warns_of_a_second_projection():
-    with pytest.raises(UserError, match=r"block\.tie_output=false"):
+    with pytest.raises(UserError, match="block/output=free"):
         model_of("ngpt", partial(PolarAttention, tie_output=True, norm_position="post"))
-    with pytest.warns(UserWarning, match="project_stream=both has no effect with model.frame=geodesic") as heard:
-        model_of("geodesic", partial(PolarAttention, project_stream="both"))
+    with pytest.warns(UserWarning, match="tangent_both has no effect with the frame geodesic") as heard:
+        model_of("geodesic+tangent_both", PolarAttention)
     assert len(heard) == 1  # not one per layer
 
 

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from polarlm.attention import MixerShape, PolarAttention, StandardAttention, TokenContext
-from polarlm.attention.calibration import calibrate
+from polarlm.attention.calibration import calibrate, probe_rms
 from polarlm.attention.initialisation import ATTENTION_RMS, FEED_FORWARD_RMS
 from polarlm.geometry import rotary_tables
 from polarlm.model import GPT, GPTConfig
 from polarlm.model.feed_forward import FEED_FORWARDS
 from tests.contract.conftest import BLOCKS, mixer_of
 
-# The slips of the printed algorithm include its scales; nGPT's frame normalises whatever leaves a branch.
-CALIBRATED = [name for name in BLOCKS if name not in ("polar_literal", "ngpt")]
+# The printed algorithm's slips include its scales, nGPT normalises what leaves a branch, a tied output has no scale.
+CALIBRATED = [name for name in BLOCKS if name not in ("polar_literal", "ngpt", "polar_output_tied")]
 LAYERS, CONTEXT = 4, 64
 
 
@@ -41,7 +41,8 @@ def branch(make, width: int) -> dict[str, float]:
 @pytest.mark.parametrize("name", CALIBRATED)
 def test_every_attention_branch_adds_what_the_convention_says(name, width):
     measured = branch(mixer_of(name), width)
-    assert measured["values"] == pytest.approx(1.0, rel=0.1)
+    # Shifted values are the mean of two tokens' at rates of about one half.
+    assert measured["values"] == pytest.approx(0.75 if name == "fox_pro" else 1.0, rel=0.1)
     assert measured["out"] == pytest.approx(ATTENTION_RMS / math.sqrt(2 * LAYERS), rel=0.1)
 
 
@@ -50,7 +51,7 @@ def test_every_attention_branch_adds_what_the_convention_says(name, width):
     [
         dict(kernel="gaussian"),
         dict(projection="none", radial="none"),
-        dict(projection="global", alpha=0.25),
+        dict(projection="global"),
         dict(norm_position="post"),
         dict(norm_position="pre"),
         dict(lift=2),
@@ -126,3 +127,16 @@ def test_the_stream_a_raw_block_reads_has_the_size_it_expects(width):
         model(torch.randint(0, 61, (4, CONTEXT)), record=record)
     for layer in record:
         assert 0.7 < layer["magnitude"].mean() < 1.4
+
+
+@pytest.mark.parametrize("switches", [{}, {"projection": "evidence", "radial": "own", "beta": 0.0}])
+def test_alpha_is_the_size_of_a_fresh_blocks_step(switches):
+    shape = MixerShape(64, 4, 4, 16, layer=0, n_layer=2)
+    steps = []
+    for alpha in (1.0, 0.5, 3.0):
+        torch.manual_seed(0)
+        mixer = PolarAttention(shape, alpha=alpha, **switches)
+        calibrate(mixer)
+        steps.append(probe_rms(mixer))
+    assert steps[0] == pytest.approx(0.35 / 2, rel=0.01)
+    assert [step / steps[0] for step in steps] == pytest.approx([1.0, 0.5, 3.0], rel=1e-4)

@@ -26,9 +26,8 @@ def stream(seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def gpt_block() -> torch.nn.Module:
     torch.manual_seed(3)
-    return GPT(GPTConfig(vocab_size=7, context=TOKENS, d_model=WIDTH, n_layer=1, n_head=HEADS), PolarAttention).blocks[
-        0
-    ]
+    sizes = dict(vocab_size=7, context=TOKENS, d_model=WIDTH, n_layer=1, n_head=HEADS)
+    return GPT(GPTConfig(**sizes, frame="pre+tangent"), PolarAttention).blocks[0]
 
 
 def test_a_block_computes_what_the_block_of_a_gpt_computes():
@@ -54,7 +53,7 @@ def test_the_steps_of_a_block_are_orthogonal_to_the_stream():
     x = stream(dtype=torch.float64)
     step = PolarBlock(WIDTH, HEADS, ffn="none").double()(x) - x
     assert cosine_similarity(step, x, dim=-1).abs().max() < 1e-6 and step.norm() > 0.1
-    free = PolarBlock(WIDTH, HEADS, ffn="none", project_stream="none").double()(x) - x
+    free = PolarBlock(WIDTH, HEADS, ffn="none", frame="pre").double()(x) - x
     assert cosine_similarity(free, x, dim=-1).abs().mean() > 1e-3
 
 
@@ -116,7 +115,7 @@ def test_wrong_inputs_are_named_too():
         with pytest.raises(ValueError, match=re.escape(words)):
             layer(**inputs)
     with pytest.raises(ValueError, match="use PolarBlock"):
-        PolarSelfAttention(WIDTH, HEADS, project_stream="both")
+        PolarSelfAttention(WIDTH, HEADS, frame="pre+tangent")
 
 
 def test_importing_polarlm_does_not_import_torch():

@@ -15,7 +15,7 @@ WIDTHS = (1400, 800, 390)  # a screen, half of one, a phone
 # Drawn elements of a plot: lines, bars and points, heat-map images.
 MARKS = ".scatterlayer path, .barlayer path, .heatmaplayer image, .heatmaplayer path"
 
-# Words cut off at the edge of their plot, anything wider than the screen, and words broken in their middle.
+# Words cut off at the edge of their plot, captions on plots, anything wider than the screen, words broken inside.
 CLIPPED = """() => {
     const problems = [];
     if (document.documentElement.scrollWidth > innerWidth) problems.push("the page is wider than the screen");
@@ -29,6 +29,13 @@ CLIPPED = """() => {
     for (const e of document.querySelectorAll("main :is(h1, p, figcaption, td, th, li, select)")) {
         const at = e.getBoundingClientRect(), outside = at.right > innerWidth + 1 || at.left < -1;
         if (at.width && outside && !scrolls(e)) problems.push(e.tagName + ": " + e.textContent.slice(0, 60));
+    }
+    for (const caption of document.querySelectorAll("figure:not([hidden]) figcaption")) {
+        const figure = caption.parentElement, words = document.createRange();
+        words.selectNodeContents(caption);
+        const end = words.getBoundingClientRect().bottom;
+        if (end > figure.querySelector(".plot").getBoundingClientRect().top + 1)
+            problems.push(figure.id + ": the caption lies on the plot");
     }
     for (const table of document.querySelectorAll("#verdict .scroll")) {
         if (table.scrollWidth > table.clientWidth + 1) problems.push("the final table has to be scrolled");

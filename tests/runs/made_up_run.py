@@ -8,6 +8,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from polarlm.block_keys import current_block, expanded, flat_block, is_parted
 from polarlm.data.tokenizer import ByteTokenizer
 from polarlm.locations import CONFIGS
 from polarlm.model.build import build_model
@@ -20,7 +21,7 @@ SIZES = {"context": 24, "d_model": 32, "n_layer": 2, "n_head": 2}
 def block_settings(block: str) -> dict[str, Any]:
     """configs/block/<block>.yaml with what it inherits."""
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return OmegaConf.to_container(compose(config_name=f"block/{block}").block, resolve=True)
+        return OmegaConf.to_container(compose("train", expanded([f"block={block}"])).block, resolve=True)
 
 
 def made_up_run(
@@ -28,7 +29,12 @@ def made_up_run(
 ) -> RestoredRun:
     """A restored run of any block in configs/block, with weights far enough from zero to have opinions."""
     torch.manual_seed(3)
-    options = block_settings(block) | (switches or {})
+    options = block_settings(block)
+    if switches and is_parted(options):  # by their old names
+        switches = {"frame": options["frame"]} | switches
+        options = current_block(flat_block(options) | switches)
+    else:
+        options |= switches or {}
     config = {
         "seed": 1,
         "block": options,

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from polarlm.runs.environment import code_version
+from polarlm.runs.folder import code_version
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 

@@ -25,8 +25,7 @@ from polarlm.evaluation.scores import score_text
 from polarlm.evaluation.text import Text
 from polarlm.model import GPT, GPTConfig
 from polarlm.runs.export.bundle import bundle
-from polarlm.runs.export.card import model_card
-from polarlm.runs.export.folder import export_run, import_run
+from polarlm.runs.export.folder import export_run, import_run, model_card
 from polarlm.runs.export.llama import is_llama
 from polarlm.runs.restore import restore_run
 from tests.contract.conftest import BLOCKS as ALL_BLOCKS
@@ -157,10 +156,10 @@ def test_only_a_plain_standard_block_is_a_llama(tmp_path):
     assert not is_llama(made_up_run(tmp_path / "c", "standard_qknorm").model)
     assert not is_llama(made_up_run(tmp_path / "d", ffn="gelu").model)
     assert not is_llama(made_up_run(tmp_path / "e", frame="post").model)
-    turning = partial(StandardAttention, frequencies="per_head")
-    projected = partial(StandardAttention, project_stream="attention")
-    for mixer in (turning, projected):
-        assert not is_llama(GPT(GPTConfig(vocab_size=31, context=8, d_model=16, n_layer=1, n_head=2), mixer))
+    size, turning = dict(vocab_size=31, context=8, d_model=16, n_layer=1, n_head=2), {"frequencies": "per_head"}
+    assert is_llama(GPT(GPTConfig(**size), StandardAttention))
+    assert not is_llama(GPT(GPTConfig(**size), partial(StandardAttention, **turning)))
+    assert not is_llama(GPT(GPTConfig(**size, frame="pre+tangent"), StandardAttention))
 
 
 def test_a_folder_of_somebody_else_is_not_overwritten(tmp_path):

@@ -4,6 +4,7 @@ import torch
 
 from polarlm.runs.inspection import (
     changed_settings,
+    default_settings,
     describe_run,
     flops_parts,
     learned_scalars,
@@ -11,7 +12,6 @@ from polarlm.runs.inspection import (
     parameter_parts,
     saved_bytes,
 )
-from polarlm.runs.settings_of import default_settings
 from tests.runs.made_up_run import made_up_run
 
 
@@ -58,7 +58,7 @@ def test_only_changed_settings_are_told():
     default, _ = default_settings({})
     assert changed_settings(default) == []
     _, polar = default_settings({"block": "polar"})
-    polar["block"]["nu_t"] = 7.0
+    polar["block"]["nu"] = 7.0
     polar["seed"] = 5
     changed = {key: new for key, _, new in changed_settings(polar)}
-    assert changed == {"block": "polar", "block.nu_t": 7.0, "seed": 5}
+    assert changed == {"block": "polar", "block.nu": 7.0, "seed": 5}

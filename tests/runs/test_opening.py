@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from polarlm.errors import UserError
+from polarlm.runs.folder import open_run
 from polarlm.runs.identity import refuse_secrets
 from polarlm.runs.lock import PATIENCE_VARIABLE, boot_id, lock_folder
-from polarlm.runs.opening import open_run
 
 
 class Tokenizer:
@@ -45,7 +45,7 @@ def test_a_new_folder_is_complete_when_it_appears(config, tmp_path):
 
 
 def test_a_failure_while_opening_leaves_nothing(config, tmp_path, monkeypatch):
-    monkeypatch.setattr("polarlm.runs.opening.environment", lambda: 1 / 0)
+    monkeypatch.setattr("polarlm.runs.folder.environment", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         open_run(config, corpus(), 10)
     assert os.listdir(tmp_path / "runs") == []

@@ -4,8 +4,8 @@ import pytest
 
 from polarlm.cli import main
 from polarlm.errors import UserError
-from polarlm.launch.export import verdict_on
-from polarlm.runs.export.hub import push_folder
+from polarlm.launch.commands import verdict_on
+from polarlm.runs.export.folder import push_folder
 from tests.runs.made_up_run import made_up_run
 from tests.runs.upload_hub import TOKEN, upload_hub
 from tests.synthetic_runs import write_sweep

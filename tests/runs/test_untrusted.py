@@ -9,23 +9,23 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from polarlm.cli import main
 from polarlm.data import atomic, build_corpus
 from polarlm.errors import UserError
 from polarlm.launch.protocols import corpus_for, foreign_places
+from polarlm.locations import shipped_settings
 from polarlm.model.build import build_model
 from polarlm.runs.evaluations import read_arrays, read_evaluations, write_evaluation
 from polarlm.runs.files import printable, read_config, read_json
-from polarlm.runs.inspection import describe_run
+from polarlm.runs.folder import _remove_unfinished_files
+from polarlm.runs.inspection import describe_run, is_choice
 from polarlm.runs.lock import lock_folder
-from polarlm.runs.opening import _remove_unfinished_files
 from polarlm.runs.reading import read_run
-from polarlm.runs.restore import restore_run
-from polarlm.runs.settings_of import is_choice
+from polarlm.runs.restore import require_shapes, restore_run
 from polarlm.runs.sweeps import known_runs
-from polarlm.verdict.defaults import shipped_settings
 from polarlm.verdict.per_document import _losses
 from polarlm.visible import VisibleOutput
 from tests.runs.made_up_run import made_up_run
@@ -189,6 +189,16 @@ def test_a_size_that_was_made_up_costs_no_memory_and_a_missing_part_is_named(str
     value = {**stranger.own[group], **changes} if isinstance(changes, dict) else changes
     with pytest.raises(UserError, match=group):
         restore_run(stranger(**{group: value}))
+
+
+def test_an_orthonormal_output_is_compared_by_its_shape_too():
+    polar = {"_target_": "polarlm.attention.PolarAttention", "_partial_": True, "norm_position": "post"}
+    config = {"model": MODEL, "block": {**polar, "tie_output": True}}
+    weights = build_model(config, 32).state_dict()
+    require_shapes(config, weights, "damaged", stored=True)
+    weights["blocks.0.mixer.v.parametrizations.weight.original"] = torch.zeros(3, 3)
+    with pytest.raises(UserError, match=r"damaged: it has \(3, 3\) for blocks\.0\.mixer\.v"):
+        require_shapes(config, weights, "damaged", stored=True)
 
 
 def test_a_long_context_or_large_batch_that_was_made_up_is_not_computed(stranger):

@@ -1,15 +1,19 @@
 """The plan: what is asked for, in which order, and what a search decides."""
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from polarlm.block_keys import expanded
 from polarlm.errors import UserError
 from polarlm.launch.overrides import config_loader, plan_jobs
 from polarlm.locations import CONFIGS
 from polarlm.runs.identity import identity_of
 from study.jobs import Planner, best_value, next_values, settings_of
 from study.plan import QUICK, Tuning, plan_files, read_question, read_questions
+from study.run import Study, estimate, sizes
 from tests.study.made_up import question
 
 QUESTIONS = sorted(plan_files())
@@ -21,7 +25,7 @@ def test_a_shipped_plan_names_blocks_that_exist_and_says_when_it_ends(name):
     assert asked.rule and asked.question
     for part in asked.parts.values():
         for variant in part.variants:
-            chosen = dict(text.split("=", 1) for text in settings_of(asked, part, variant))
+            chosen = dict(text.split("=", 1) for text in expanded(settings_of(asked, part, variant)))
             for group in ("block", "data", "optim", "experiment", "recipe", "tokenizer"):
                 if group in chosen:
                     assert (CONFIGS / group / f"{chosen[group]}.yaml").exists(), chosen[group]
@@ -39,7 +43,16 @@ def test_a_shipped_plan_composes(name):
 def test_all_is_every_question_in_its_order_but_not_those_that_want_to_be_named():
     numbers = [asked.number for asked in read_questions("all")]
     assert numbers == sorted(numbers)
-    assert set(QUESTIONS) - {asked.name for asked in read_questions("all")} == {QUICK, "costs", "defaults", "gpu"}
+    assert set(QUESTIONS) - {asked.name for asked in read_questions("all")} == {
+        QUICK,
+        "costs",
+        "defaults",
+        "gpu",
+        "ladder_compute",
+        "own",
+        "protocols",
+        "rfa_table",
+    }
     (baselines,) = (asked for asked in read_questions("all") if asked.name == "baselines")
     everything = read_question("baselines").parts
     assert [name for name in everything if name not in baselines.parts] == ["wikitext2"]  # by name it is there
@@ -93,3 +106,17 @@ def test_a_seed_that_chose_a_value_can_not_be_judged(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"seed 1 chooses the optim\.lr"):
         read_question("mine")
+
+
+def test_the_plan_of_the_published_table_has_its_parameters_and_needs_no_gpu_to_be_shown():
+    question = read_question("rfa_table")
+    study = Study(
+        [replace(question, parts={"published": question.parts["published"]})], Path("nowhere"), Path("nowhere")
+    )
+    (lines,) = sizes(study).values()
+    assert {name: round(parameters / 1e6, 2) for name, parameters, _ in lines if "rfa" in name or "rope" in name} == {
+        "rope": 19.36, "rope_decay": 19.36, "rfa": 19.36,
+        "sc_rfa_0_05": 19.36, "sc_rfa_5": 19.36, "sc_rfa_0_05_as_coded": 19.36,
+    }  # fmt: skip
+    assert all(abs(parameters - 19.36e6) < 0.03e6 for _, parameters, _ in lines)
+    assert estimate(study, 1, 1) == ""

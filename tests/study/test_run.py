@@ -5,6 +5,7 @@ import json
 import pytest
 import yaml
 
+from polarlm.block_keys import flat_block
 from polarlm.runs.evaluations import write_evaluation
 from polarlm.runs.identity import identity_of
 from study.collect import collect
@@ -80,7 +81,8 @@ def test_runs_made_by_hand_are_collected_by_their_settings(tmp_path, planner):
     asked = question(tune={"values": [1e-3, 2e-3], "extend": 0, "settings": ["trainer.max_steps=50"]})
     search = planner.job(asked, "letters", "polar", "tune", 1e-3, 1000)
     seed = planner.job(asked, "letters", "polar", "seeds", 5e-3, 2)  # a rate that is not in the list
-    older = {**seed.config, "seed": 3, "block": {k: v for k, v in seed.config["block"].items() if k != "irls_steps"}}
+    older = {**seed.config, "seed": 3, "block": flat_block(seed.config["block"])}
+    del older["block"]["irls_steps"]
     foreign = {**seed.config, "model": {**seed.config["model"], "n_layer": 9}}
     folders = [
         write_run(tmp_path / name, config)
@@ -109,9 +111,10 @@ def test_a_run_from_before_a_setting_was_added_is_what_it_was_then(tmp_path, pla
     )
     plain, forgets = (planner.job(asked, "letters", name, "seeds", None, 1) for name in ("plain", "forgets"))
     names = ("forgetting", "forget_bias")
-    old = {**plain.config, "block": {k: v for k, v in plain.config["block"].items() if k not in names}}
+    flat = flat_block(plain.config["block"])  # as blocks were stored then
+    old = {**plain.config, "block": {k: v for k, v in flat.items() if k not in names}}
     assert identity_of(old) == identity_of(plain.config) != identity_of(forgets.config)
-    biased = {**plain.config, "block": {**plain.config["block"], "forget_bias": 3.0}}
+    biased = {**plain.config, "block": {**flat, "forget_bias": 3.0}}
     assert identity_of(biased) == identity_of(plain.config)  # a bias without gates says nothing
     summary = Summary("blocks")
     collect(asked, [write_run(tmp_path / "old", old)], summary, planner)

@@ -55,8 +55,8 @@ def test_the_trainer_of_a_gpu_run(two_gpus, monkeypatch, tmp_path, strategy):
     """Our own path up to Lightning's loop: devices, NCCL, autocast on cuda, the published peak."""
     import lightning.pytorch as pl
 
-    from polarlm.training.fit import fit
     from polarlm.training.job import build_job
+    from polarlm.training.loop import fit
 
     seen = {}
 
@@ -104,7 +104,7 @@ def test_gpus_are_named(two_gpus, monkeypatch):
     from types import SimpleNamespace
 
     from polarlm.launch.doctor import device, timed
-    from polarlm.runs.environment import environment
+    from polarlm.runs.folder import environment
 
     waited = []
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=80e9))
@@ -196,8 +196,7 @@ def test_the_backward_operator_of_the_triton_kernels_on_a_gpu():
 def test_a_sharded_step_among_many_ranks(world, switches):
     """FSDP2's shards, norm and clipping as rank 0 of `world` sees them."""
     from polarlm.model.build import build_model
-    from polarlm.training.gradients import clip, gradients_of, total_norm
-    from polarlm.training.optimisers import build_optimiser
+    from polarlm.training.optimisers import build_optimiser, clip, gradients_of, total_norm
     from tests.training.lonely_rank import rank_zero
 
     config = composed_block("polar", *switches)

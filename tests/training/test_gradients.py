@@ -9,9 +9,9 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 
 from polarlm.attention import StandardAttention
 from polarlm.model import GPT, GPTConfig
-from polarlm.training.gradients import clip, total_norm
+from polarlm.training.loop import quiet_libraries
 from polarlm.training.module import LanguageModel
-from polarlm.training.quiet import quiet_libraries
+from polarlm.training.optimisers import clip, total_norm
 from polarlm.training.schedules.constant import Constant
 from tests.training.tiny_jobs import fitted
 

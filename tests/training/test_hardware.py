@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from polarlm.errors import UserError
-from polarlm.training import hardware, machine
-from polarlm.training.machine import Speed
+from polarlm.training import hardware
+from polarlm.training.hardware import Speed
 
 
 @pytest.fixture
@@ -63,14 +63,14 @@ def test_a_run_is_compiled_where_it_saves_clearly_more_than_compiling_takes(cpu)
 def test_the_speed_is_measured_once_per_machine(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.setenv("POLARLM_CACHE", str(tmp_path))
     state = torch.get_rng_state()
-    first = machine.cpu_speed()
+    first = hardware.cpu_speed()
     assert first.fp32 > 0 and first.bf16 > 0 and torch.equal(state, torch.get_rng_state())
-    monkeypatch.setattr(machine, "measure_products", lambda: pytest.fail("measured again"))
-    assert machine.cpu_speed() == first
+    monkeypatch.setattr(hardware, "measure_products", lambda: pytest.fail("measured again"))
+    assert hardware.cpu_speed() == first
     (file,) = tmp_path.glob("*/speed-*.json")
     file.write_text('{"fp32": 1')
-    monkeypatch.setattr(machine, "measure_products", lambda: Speed(1.0, 2.0))
-    assert machine.cpu_speed() == Speed(1.0, 2.0), "half a file is measured again"
+    monkeypatch.setattr(hardware, "measure_products", lambda: Speed(1.0, 2.0))
+    assert hardware.cpu_speed() == Speed(1.0, 2.0), "half a file is measured again"
 
 
 def test_a_busy_machine_is_not_taken_for_a_slow_one() -> None:
@@ -78,7 +78,7 @@ def test_a_busy_machine_is_not_taken_for_a_slow_one() -> None:
     import threading
     import time
 
-    quiet, over = machine.measure_products(), threading.Event()
+    quiet, over = hardware.measure_products(), threading.Event()
 
     def disturb() -> None:
         while not over.is_set():
@@ -89,7 +89,7 @@ def test_a_busy_machine_is_not_taken_for_a_slow_one() -> None:
         other.start()
     try:
         began = time.perf_counter()
-        busy = machine.measure_products()
+        busy = hardware.measure_products()
         waited = time.perf_counter() - began
     finally:
         over.set()

@@ -6,8 +6,8 @@ import pytest
 
 from polarlm.errors import UserError
 from polarlm.runs.identity import experiment_of
-from polarlm.training import micro_batch
-from polarlm.training.micro_batch import first_that_runs, fitting_tokens, with_micro_batch
+from polarlm.training import batching
+from polarlm.training.batching import first_that_runs, fitting_tokens, with_micro_batch
 from tests.training.tiny_jobs import composed
 
 
@@ -45,5 +45,5 @@ def test_a_resumed_run_takes_the_number_that_its_first_process_recorded(tmp_path
     folder.mkdir(parents=True)
     stored = {**chosen, "trainer": {**chosen["trainer"], "micro_batch_tokens": 128}}  # another card had decided this
     (folder / "config.yaml").write_text(yaml.safe_dump(stored))
-    monkeypatch.setattr(micro_batch, "fitting_tokens", lambda *_: pytest.fail("searched again"))
+    monkeypatch.setattr(batching, "fitting_tokens", lambda *_: pytest.fail("searched again"))
     assert with_micro_batch(asked, 257, "cuda", "bf16-mixed")["trainer"]["micro_batch_tokens"] == 128

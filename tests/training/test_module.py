@@ -8,9 +8,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from polarlm.training.job import build_job
-from polarlm.training.loop import train_run
+from polarlm.training.loop import quiet_libraries, train_run
 from polarlm.training.module import LanguageModel
-from polarlm.training.quiet import quiet_libraries
 from tests.training.tiny_jobs import composed, fitted
 
 OPTIONS = ("model.dropout=0.2", "trainer.max_steps=6", "data.split.test=0.03", "trainer.val_every=3")

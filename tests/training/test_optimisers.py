@@ -9,8 +9,7 @@ from torch import nn
 from polarlm.errors import UserError
 from polarlm.model.build import build_model
 from polarlm.training.optimisers import build_optimiser
-from polarlm.training.optimisers.adamw import adamw
-from polarlm.training.optimisers.groups import parameter_groups, parameter_roles
+from polarlm.training.optimisers.adamw import adamw, parameter_groups, parameter_roles
 from polarlm.training.optimisers.muon import muon
 
 ADAMW = dict(lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.3, estimator_lr_factor=0.5)

@@ -12,8 +12,9 @@ from polarlm.attention import PolarAttention
 from polarlm.errors import UserError
 from polarlm.model import GPT, GPTConfig
 from polarlm.runs.files import json_lines
-from polarlm.training.callbacks import Probing, Recorder, Steps, probe_batch
+from polarlm.training.callbacks import Probing, Steps, probe_batch
 from polarlm.training.module import LanguageModel
+from polarlm.training.recorder import Recorder
 from polarlm.training.schedules.constant import Constant
 
 TEXT = np.random.default_rng(0).integers(0, 32, 5000)

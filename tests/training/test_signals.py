@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
+from polarlm.training.callbacks import GracefulStop
 from polarlm.training.ranks import cluster_plugins
-from polarlm.training.signals import GracefulStop
 
 
 @pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGUSR1", 138)])

@@ -11,6 +11,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
+from polarlm.block_keys import expanded
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY = (
     "data=text", "tokenizer=byte", "data.split.val=0.03",
@@ -35,7 +37,7 @@ def composed(place: Path, *overrides: str) -> dict[str, Any]:
     where = [f"data.path={_corpus(place)}", f"cache_dir={place}/cache", f"runs_dir={place}/runs"]
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        cfg = compose("train", overrides=[*TINY, *where, *overrides], return_hydra_config=True)
+        cfg = compose("train", overrides=expanded([*TINY, *where, *overrides]), return_hydra_config=True)
         choices = {k: v for k, v in cfg.hydra.runtime.choices.items() if "hydra" not in k and v is not None}
         OmegaConf.set_struct(cfg, False)
         del cfg["hydra"]
@@ -44,9 +46,8 @@ def composed(place: Path, *overrides: str) -> dict[str, Any]:
 
 def fitted(place: Path, folder: Path, *overrides: str, extra: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
     """Fit a tiny job into `folder`; returns the rows of its metrics.jsonl."""
-    from polarlm.training.fit import fit
     from polarlm.training.job import build_job
-    from polarlm.training.quiet import quiet_libraries
+    from polarlm.training.loop import fit, quiet_libraries
 
     quiet_libraries()
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from polarlm.verdict.comparison import BETTER, EQUIVALENT, NOT_SHOWN, WORSE, compare_seeds
-from polarlm.verdict.estimates import estimate_mean
-from polarlm.verdict.evidence import Evidence, evidence_of_gap, evidence_of_mean, sign_flip_p
-from polarlm.verdict.family import adjust, holm
+from polarlm.verdict.comparison import BETTER, EQUIVALENT, NOT_SHOWN, WORSE, adjust, compare_seeds, holm
+from polarlm.verdict.evidence import Evidence, estimate_mean, evidence_of_gap, evidence_of_mean, sign_flip_p
 from polarlm.verdict.sentences import verdict
 
 

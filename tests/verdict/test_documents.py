@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from polarlm.errors import UserError
-from polarlm.verdict.documents import compare_documents, compare_seeds_and_documents
+from polarlm.verdict.per_document import compare_documents, compare_seeds_and_documents
 
 
 def test_two_checkpoints_differ_by_the_ratio_of_sums_with_an_interval_over_documents():

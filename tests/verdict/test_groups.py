@@ -1,8 +1,7 @@
 """Runs belong together when only their seed differs; everything else is named."""
 
 from polarlm.runs.reading import read_run
-from polarlm.verdict.arrangement import choose_baselines
-from polarlm.verdict.groups import config_differences, group_runs
+from polarlm.verdict.groups import choose_baselines, config_differences, group_runs
 from tests.synthetic_runs import write_run, write_sweep
 
 
@@ -20,7 +19,7 @@ def test_a_varied_setting_of_a_block_splits_that_block_only(tmp_path):
         read_run(write_run(tmp_path / "c", "polar", diagnostics=False, changes={"block.kernel": "gaussian"})),
     ]
     groups = group_runs(runs)
-    assert [g.label for g in groups] == ["standard", "polar · kernel=gaussian", "polar · kernel=student"]
+    assert [g.label for g in groups] == ["standard", "polar · influence=gaussian", "polar · influence=student"]
     assert groups[0].surroundings() == groups[1].surroundings() == ()
 
 
@@ -81,7 +80,7 @@ def test_what_match_solved_does_not_part_a_block_from_its_baseline(tmp_path):
 def test_of_many_varied_settings_a_label_names_only_the_unusual_ones(tmp_path):
     from polarlm.verdict.groups import usual_settings
 
-    variants = [{}, {"block.kernel": "gaussian"}, {"block.nu_t": 3.0}, {"block.radial": "none"}, {"optim.lr": 0.01}]
+    variants = [{}, {"block.kernel": "gaussian"}, {"block.nu_t": 4.0}, {"block.radial": "own"}, {"optim.lr": 0.01}]
     runs = [
         read_run(write_run(tmp_path / f"{i}{seed}", "polar", seed=seed, diagnostics=False, changes=changes))
         for i, changes in enumerate(variants)
@@ -89,10 +88,10 @@ def test_of_many_varied_settings_a_label_names_only_the_unusual_ones(tmp_path):
     ]
     runs.append(read_run(write_run(tmp_path / "s", "standard", diagnostics=False)))
     groups = group_runs(runs)
-    words = {"polar", "polar · kernel=gaussian", "polar · nu_t=3", "polar · radial=none", "polar · lr=0.01"}
+    words = {"polar", "polar · influence=gaussian", "polar · nu=4", "polar · radial=own", "polar · lr=0.01"}
     assert {g.label for g in groups if g.block == "polar"} == words
     assert [g.label for g in groups if g.block == "standard"] == ["standard · lr=0.003"]
-    assert usual_settings(groups)["polar"]["block.kernel"] == "student"
+    assert usual_settings(groups)["polar"]["block.influence"] == "student"
     grid = [run for run in runs if run.name[0] in "014" and run.block == "polar"]  # two settings: every label says both
     assert {len(g.label.split(" · ")) for g in group_runs(grid)} == {3}
 

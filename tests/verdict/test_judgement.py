@@ -11,15 +11,13 @@ import pytest
 from scipy import stats
 
 from polarlm.errors import UserError
+from polarlm.locations import shipped_default
 from polarlm.report.tables import results_table, show_count, text_report
 from polarlm.runs.evaluations import write_evaluation
 from polarlm.runs.reading import find_run_folders, read_run
-from polarlm.verdict.defaults import shipped_default
 from polarlm.verdict.groups import follows_from_block, group_runs, varied_number
-from polarlm.verdict.headline import headline
-from polarlm.verdict.judgement import judge_groups, seed_losses
-from polarlm.verdict.looks import Looks
-from polarlm.verdict.published import compare_published, published_sentence
+from polarlm.verdict.headline import compare_published, headline, published_sentence
+from polarlm.verdict.judgement import Looks, judge_groups, seed_losses
 from tests.synthetic_runs import write_run, write_sweep
 
 
@@ -80,8 +78,8 @@ def test_variants_of_one_block_are_compared_with_its_first_or_with_a_chosen_one(
     ]
     groups = groups_of(folders)
     assert [row.outcome for row in judge_groups(groups).rows].count("baseline") == 1
-    chosen = {row.group.label: row for row in judge_groups(groups, baseline="kernel=student").rows}
-    assert chosen["polar · kernel=student"].outcome == "baseline"
+    chosen = {row.group.label: row for row in judge_groups(groups, baseline="influence=student").rows}
+    assert chosen["polar · influence=student"].outcome == "baseline"
     with pytest.raises(UserError, match=r"--baseline 'nothing'.*Choose one of: polar"):
         judge_groups(groups, baseline="nothing")
 
@@ -147,7 +145,16 @@ def test_runs_without_a_test_split_or_bits_fall_back(tmp_path):
         path = folder / "summary.json"
         kept = {k: v for k, v in json.loads(path.read_text()).items() if not k.startswith("test/")}
         path.write_text(json.dumps(kept))
-    assert judge_groups(groups_of(folders)).measure.name == "val/bits_per_byte"
+    judgement = judge_groups(groups_of(folders))
+    assert judgement.measure.name == "val/bits_per_byte"
+    assert "perplexity" in results_table(judgement).columns
+    for folder in folders:
+        path = folder / "summary.json"
+        path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "val/perplexity"}))
+        metrics = (folder / "metrics.jsonl").read_text()
+        (folder / "metrics.jsonl").write_text(metrics.replace('"val/perplexity"', '"val/unknown"'))
+    # A column in which no run has a number is left out.
+    assert "perplexity" not in results_table(judge_groups(groups_of(folders))).columns
 
 
 def test_text_table_lines_up_and_ends_with_the_verdicts(tmp_path):
@@ -294,16 +301,17 @@ def test_swept_numbers_sort_as_numbers_and_the_shipped_value_is_the_baseline(tmp
     ]
     groups = groups_of(folders)
     assert [g.label.partition("=")[2] for g in groups] == ["4", "8", "30", "1000"]
-    shipped = shipped_default("block.nu_t", {"block": "polar"})
+    shipped = shipped_default("block.nu", {"block": "polar"})
     assert [g.is_default for g in groups] == [value == shipped for value in (4, 8, 30, 1000)]
-    assert varied_number(groups) == "block.nu_t"
+    assert varied_number(groups) == "block.nu"
     expected = next((i for i, g in enumerate(groups) if g.is_default), 0)
     assert [row.outcome == "baseline" for row in judge_groups(groups).rows].index(True) == expected
 
 
-def test_the_default_of_a_step_on_the_ladder_comes_from_the_files_it_starts_from():
-    assert shipped_default("block.kernel", {"block": "polar_rotated"}) == "exponential"
-    assert shipped_default("block.kernel", {"block": "../../etc"}) is None
+def test_the_default_of_a_block_comes_from_the_files_it_starts_from():
+    assert shipped_default("block.step.projection", {"block": "polar_paper"}) == "evidence"
+    assert shipped_default("block.influence", {"block": "polar_paper"}) == "student"
+    assert shipped_default("block.influence", {"block": "../../etc"}) is None
 
 
 def test_a_setting_that_follows_from_the_block_is_not_in_every_label(tmp_path):

@@ -3,10 +3,16 @@
 import numpy as np
 import pytest
 
-from polarlm.verdict.comparison import NOT_SHOWN, compare_seeds
+from polarlm.verdict.comparison import (
+    NOT_SHOWN,
+    adjust,
+    compare_seeds,
+    equivalence_power,
+    power,
+    seeds_to_decide,
+    smallest_effect,
+)
 from polarlm.verdict.evidence import Evidence, evidence_of_mean
-from polarlm.verdict.family import adjust
-from polarlm.verdict.power import equivalence_power, power, seeds_to_decide, smallest_effect
 from polarlm.verdict.sentences import verdict
 
 

@@ -16,7 +16,7 @@ import yaml
 
 from tools.mutants.mutant import Mutant
 
-AREAS = ("geometry", "attention", "model", "training", "data", "verdict", "paper")
+AREAS = ("geometry", "attention", "model", "training", "data", "verdict", "paper", "theory")
 
 
 def read_area(area: str) -> Iterator[Mutant]:

@@ -21,8 +21,8 @@ function render(id) {
   stale.delete(id);
   const figure = document.getElementById(id), plot = $(".plot", figure), made = FIGURES[id]();
   const caption = $("figcaption", figure), key = $(".key", figure);
-  caption.replaceChildren(made ? made.title : "Nothing to show: all runs are hidden, or none has this quantity.");
-  if (made && made.note) caption.append(element("small", { textContent: made.note }));
+  caption.replaceChildren(made ? unbroken(made.title) : "Nothing to show: all runs are hidden, or no run has this quantity.");
+  if (made && made.note) caption.append(element("small", { textContent: unbroken(made.note) }));
   const groups = made && made.groups && made.groups.length <= LONGEST_KEY ? made.groups : [];  // the sidebar has them all
   if (key) key.replaceChildren(...groups.map((g) => element("span", {}, swatch(g), DATA.groups[g].label)));
   const onPaper = document.documentElement.classList.contains("printing");
@@ -176,6 +176,8 @@ function searchable(select) {
   select.before(find);
 }
 
+// No line begins with a percent sign.
+const unbroken = (text) => text.replaceAll(" %", "\u00a0%");
 const quantity = (name) => DATA.quantities[name] || { title: name, axis: name };
 // The paper's symbols keep their letters: m∞ is not M∞.
 const sentence = (text) => (/^[a-z]{2}/.test(text) ? text.charAt(0).toUpperCase() + text.slice(1) : text);

@@ -52,7 +52,7 @@ FIGURES.forest = () => {
   notes.push("Upright ticks: the smallest effect that these seeds could show four times out of five.");
   if (rows.some((r) => r.grey)) notes.push("Grey, hollow: unequal budgets, not judged.");
   return {
-    title: `Difference to ${against} in ${DATA.title}, ${DATA.split} split (left is ${lower ? "better" : "worse"})`, note: notes.join(" "), traces,
+    title: `Difference from ${against} in ${DATA.title}, ${DATA.split} split (left is ${lower ? "better" : "worse"})`, note: notes.join(" "), traces,
     height: 92 + (narrow() ? 52 : 42) * rows.length,
     layout: { shapes, annotations, margin: { l: 20, r: narrow() ? 12 : 170, t: narrow() ? 22 : 26, b: 46 },
       xaxis: { title: { text: `difference in ${DATA.unit}` }, range: [-1.04 * reach, 1.04 * reach], nticks: narrow() ? 5 : 9, zeroline: false },

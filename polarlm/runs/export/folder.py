@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from torch import Tensor
 from polarlm.data import Tokenizer, load_tokenizer
 from polarlm.data.atomic import explained
 from polarlm.errors import UserError
+from polarlm.evaluation.metrics import METRICS, formatted
 from polarlm.runs.export.bundle import bundle
-from polarlm.runs.export.card import model_card
 from polarlm.runs.export.llama import from_llama, is_llama, llama_config, to_llama
 from polarlm.runs.files import (
     folder_beside,
+    printable,
     read_config,
     read_json,
     require_plain_files,
@@ -24,6 +26,7 @@ from polarlm.runs.files import (
     write_json,
     write_text,
 )
+from polarlm.runs.reading import MAX_NUMBER
 from polarlm.runs.restore import RestoredRun, load_weights, save_weights
 
 MODELING = "modeling_polarlm"
@@ -168,3 +171,128 @@ def _eos_text(path: Path, eos_id: int | None) -> str | None:
         return None
     added = json.loads(path.read_text(encoding="utf-8")).get("added_tokens") or []
     return next((token["content"] for token in added if token["id"] == eos_id), None)
+
+
+# -- the model card ---------------------------------------------------------------------------------------------------
+
+
+ALONE = (
+    "Nothing was compared: this is a single run, and a single run cannot show that one block is better than another."
+)
+
+
+def model_card(run: RestoredRun, *, remote: bool, verdict: str | None = None) -> str:
+    """README.md of an exported folder: data, budget, numbers with their protocol, the verdict, how to load it."""
+    config, summary = run.config, read_json(run.folder / "summary.json") or {}
+    chosen, model = config.get("choices"), run.model.config
+    choices = dict.fromkeys(("block", "data", "tokenizer"), "unknown")
+    if isinstance(chosen, dict):
+        choices |= {name: printable(value) for name, value in chosen.items()}
+    rows = []
+    for split in ("val", "test"):
+        numbers = [(m, known_number(summary, f"{split}/{m.name}")) for m in METRICS]
+        rows += [f"| {split} | {m.title} ({m.unit}) | {formatted(m.name, v)} |" for m, v in numbers if v is not None]
+    tokens, flops, seconds = (known_number(summary, key) for key in ("tokens", "flops_per_token", "seconds"))
+    seed = known_number(config, "seed")
+    budget = [
+        f"{run.model.parameter_count():,} parameters",
+        f"{tokens:,} training tokens" if tokens else None,
+        f"{flops:,} training FLOPs per token" if flops else None,
+        f"{seconds:.0f} seconds" if seconds else None,
+        f"seed {seed}" if seed is not None else None,
+    ]
+    splits = (read_json(run.folder / "corpus.json") or {}).get("splits")
+    train = splits.get("train") if isinstance(splits, dict) else None
+    counts = [(known_number(train, unit), unit) for unit in ("tokens", "bytes")] if isinstance(train, dict) else []
+    size = "".join(f", {count:,} {unit}" for count, unit in counts if count is not None)
+    trust = ", trust_remote_code=True" if remote else ""
+    lines = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "tags: [polarlm]",
+        "---",
+        f"# {run.folder.name}",
+        "",
+        f"A small language model with the `{choices['block']}` block, trained with polarlm as an experiment on "
+        "transformer blocks. It continues text; it was not tuned to follow instructions, and it can say anything that "
+        "its training text could make likely.",
+        "",
+        f"- **Data**: {choices['data']} (train split{size}), tokenizer {choices['tokenizer']}, "
+        f"vocabulary {model.vocab_size:,}",
+        f"- **Model**: {model.n_layer} layers, width {model.d_model}, {model.n_head} heads, context {model.context}",
+        f"- **Budget**: {'; '.join(part for part in budget if part)}",
+        "",
+        "| split | metric | value |",
+        "|---|---|---|",
+        *rows,
+        "",
+        f"Measured on whole splits in windows of {model.context} tokens that do not overlap.",
+        "",
+        "## Is the block better?",
+        "",
+        verdict or ALONE,
+        "",
+        "## Use",
+        "",
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f'model = AutoModelForCausalLM.from_pretrained("."{trust})',
+        f'tokenizer = AutoTokenizer.from_pretrained("."{trust})',
+        "```",
+        "",
+    ]
+    if remote:
+        lines += [
+            "transformers does not have this block, so its code is part of the repository: plain PyTorch, without the "
+            "fast kernels of polarlm. Do not pad rows.",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def known_number(stored: dict[str, Any], key: str) -> int | float | None:
+    """A number of a stored file; None if the file has none there, or one that no float holds."""
+    value = stored.get(key)
+    right = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
+    return value if right else None
+
+
+# -- the Hugging Face hub ---------------------------------------------------------------------------------------------
+
+
+NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def check_name(repo: str) -> None:
+    """Refuse what cannot be the name of a repository, before anything is written."""
+    if not NAME.fullmatch(repo):
+        raise UserError(f"--push {repo}: give the repository as owner/name")
+
+
+def push_folder(folder: Path, repo: str, *, private: bool = False) -> str:
+    """Create the repository if it does not exist, commit the folder's files, and return the address of the commit."""
+    from huggingface_hub import CommitOperationAdd, HfApi, get_token
+    from huggingface_hub.errors import HfHubHTTPError
+
+    check_name(repo)
+    require_plain_files(folder)
+    if get_token() is None:
+        raise UserError(f"--push {repo}: not logged in to the Hugging Face hub; run `hf auth login`, or set HF_TOKEN")
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    operations = [CommitOperationAdd(str(path.relative_to(folder)), path) for path in files]
+    api = HfApi()
+    try:
+        api.create_repo(repo, private=private, exist_ok=True)
+        done = api.create_commit(repo, operations, commit_message="Exported by polarlm")
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else "?"
+        why = {401: "the token is not valid", 403: "the token may not write there"}.get(status, f"HTTP {status}")
+        raise UserError(f"--push {repo}: the hub refused it ({why}); the folder is complete in {folder}") from None
+    except Exception as error:  # which library speaks HTTP, and so its errors, depends on huggingface_hub's version
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"--push {repo}: the hub can't be reached ({reason}); the folder is complete in {folder}"
+        ) from None
+    return done.commit_url

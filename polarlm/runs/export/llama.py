@@ -19,10 +19,7 @@ def is_llama(model: GPT) -> bool:
         and model.config.frame == "pre"
         and model.config.logit_cap is None
         and all(
-            type(mixer) is StandardAttention
-            and not mixer.rotate_values
-            and mixer.frequencies.kind == "shared"
-            and mixer.project_stream == "none"
+            type(mixer) is StandardAttention and not mixer.rotate_values and mixer.frequencies.kind == "shared"
             for mixer in mixers
         )
         and set(model.state_dict()) == set(_names(model.config.n_layer))

@@ -8,8 +8,8 @@ from typing import Any
 
 from lightning.pytorch.callbacks import ProgressBar
 
-from polarlm.training.callbacks import Recorder
-from polarlm.training.loggers.short_numbers import clock, short
+from polarlm.columns import clock, short
+from polarlm.training.recorder import Recorder
 
 LINE_SECONDS = 5.0  # without a terminal: at most one line in this time
 

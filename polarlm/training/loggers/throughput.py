@@ -16,7 +16,7 @@ import torch
 from polarlm.errors import UserError
 
 if TYPE_CHECKING:
-    from polarlm.training.callbacks import Recorder
+    from polarlm.training.recorder import Recorder
 
 MEASUREMENTS = 8  # of the CPU's peak, spread over a run
 

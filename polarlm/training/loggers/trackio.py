@@ -9,6 +9,7 @@ from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
 from polarlm.runs.files import json_lines
+from polarlm.training.loggers import own_step
 
 
 class TrackioLogger(Logger):
@@ -41,7 +42,8 @@ class TrackioLogger(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Copy a row once; trackio keeps the step itself, `tokens` can be chosen as the x-axis."""
-        if step is None or step > self.newest:
+        step = own_step(metrics, step)
+        if step is None or step >= self.newest + ("epoch" not in metrics):
             self.newest = self.newest if step is None else step
             kept = {name: value for name, value in metrics.items() if value is not None and name != "step"}
             self.experiment.log(kept, step=step)

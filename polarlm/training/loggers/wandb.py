@@ -27,10 +27,11 @@ from lightning.pytorch.utilities import rank_zero_only
 from polarlm import network
 from polarlm.errors import UserError
 from polarlm.evaluation.metrics import METRICS, SPLITS
-from polarlm.runs.environment import environment
 from polarlm.runs.files import json_lines, read_json, write_json
-from polarlm.training.loggers.json_lines import METRICS as ROWS
-from polarlm.training.loggers.json_lines import PROBES, RECORDS
+from polarlm.runs.folder import environment
+from polarlm.training.loggers import final_numbers, own_step
+from polarlm.training.recorder import METRICS as ROWS
+from polarlm.training.recorder import PROBES, RECORDS
 from polarlm.visible import say_once
 
 Mode = Literal["online", "offline", "disabled"]
@@ -182,14 +183,15 @@ class WandbLogger(LightningWandbLogger):
             for old in (self.folder / "wandb").glob("offline-run-*"):
                 shutil.rmtree(old, ignore_errors=True)  # the new one gets everything: replay
             run = wandb.init(mode="offline", settings=settings, **arguments)
-        write_json(remembered, {"id": run.id, "project": self.init["project"], "mode": self.mode, "url": run.url})
+        url = run.url if self.mode == "online" else None
+        write_json(remembered, {"id": run.id, "project": self.init["project"], "mode": self.mode, "url": url})
         define_axes(run)
         return run
 
     @property
     def url(self) -> str | None:
-        """Where the run can be seen; None offline."""
-        return self.experiment.url
+        """Where the run can be seen; None offline, where wandb would only warn."""
+        return self.experiment.url if self.mode == "online" else None
 
     @rank_zero_only
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
@@ -198,7 +200,7 @@ class WandbLogger(LightningWandbLogger):
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:  # type: ignore[override]
         """Copy a row, unless this step is already there."""
-        self._log(condensed(metrics), step)
+        self._log(condensed(metrics), own_step(metrics, step))
 
     @rank_zero_only
     def log_probe(self, row: dict[str, Any]) -> None:
@@ -264,8 +266,6 @@ class WandbLogger(LightningWandbLogger):
 
 def sync(folder: Path, init: dict[str, Any], mode: Mode) -> str | None:
     """Replay a run folder into wandb and close it with its summary; returns its address, or the offline folder."""
-    from polarlm.training.loggers.build import final_numbers
-
     logger = WandbLogger(save_dir=str(folder), mode=mode, **{k: v for k, v in init.items() if k != "id"})
     if logger.mode != mode:
         return None
@@ -396,7 +396,7 @@ def log_comparison(
         logged["forest"] = wandb.Plotly(go.Figure(forest_plot(forest)))
     run.log(logged)
     run.summary["verdict"] = text.splitlines()[0]
-    seen = run.url or str(Path(run.dir).parent)
+    seen = str(run.url) if mode == "online" else str(Path(run.dir).parent)
     run.finish()
     return seen
 

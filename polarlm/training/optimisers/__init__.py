@@ -5,10 +5,11 @@ A yaml of the user names a class like torch.optim.SGD, which gets the parameters
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from polarlm.errors import UserError
 from polarlm.targets import target_of
@@ -39,3 +40,29 @@ def keep_constraints(model: nn.Module, optimiser: torch.optim.Optimizer) -> None
             module.after_step()
 
     optimiser.register_step_post_hook(call)
+
+
+# -- from accumulated gradients to the ones a step is taken with ------------------------------------------------------
+
+
+def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """The gradients that exist, in the order of their parameters."""
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of all gradients together, the same on every process, without waiting for the device."""
+    norm = torch.nn.utils.get_total_norm(gradients)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # sharded gradients (FSDP2) sum over ranks
+
+
+def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply every gradient in place by a number that lives on the device."""
+    pieces = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
+    if pieces:
+        torch._foreach_mul_(pieces, factor)
+
+
+def clip(gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
+    """Scale the gradients in place so that their total norm is at most `limit`."""
+    scale(gradients, torch.clamp(limit / (norm + 1e-6), max=1.0))

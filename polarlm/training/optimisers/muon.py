@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from polarlm.training.optimisers.adamw import groups_by_width
-from polarlm.training.optimisers.groups import Role, parameter_roles, width_ratio
+from polarlm.training.optimisers.adamw import Role, groups_by_width, parameter_roles, width_ratio
 
 
 class MuonAndAdamW(torch.optim.Optimizer):

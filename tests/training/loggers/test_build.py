@@ -12,7 +12,7 @@ from polarlm.errors import UserError
 from polarlm.launch.overrides import config_loader, plan_jobs
 from polarlm.runs.checkpoints import step_file
 from polarlm.runs.files import json_lines
-from polarlm.training.loggers.build import check_targets, guard, what_varies
+from polarlm.training.loggers import check_targets, guard, what_varies
 from polarlm.training.loop import train_run
 from tests.training.tiny_jobs import composed
 
@@ -44,10 +44,16 @@ class Shout(pl.Callback):
             print(self.word, trainer.global_step)
             for logger in trainer.loggers:
                 logger.log_metrics({"shouted": 1.0}, step=trainer.global_step)
+
+
+class Count(pl.Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        module.log("counted", float(trainer.global_step))
 """
 YAMLS = {
     "logger/broken": 'broken:\n  _target_: own_parts.Broken\n  place: "{folder}/x"\n',
     "callbacks/shout": "shout:\n  _target_: own_parts.Shout\n  every: 2\n  word: hey\n",
+    "callbacks/count": "count:\n  _target_: own_parts.Count\n",
     "callbacks/absent": "absent:\n  _target_: own_parts.Missing\n",
     "callbacks/wrong": "wrong:\n  _target_: os.system\n  command: ls\n",
 }
@@ -91,6 +97,14 @@ def test_a_users_logger_and_callback_are_one_yaml_each_and_a_failing_logger_does
         written = {int(row["step"]): float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]}
     assert written == {row["step"]: row["train/loss"] for row in rows}
     assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
+
+
+def test_what_a_callback_gives_to_self_log_is_in_the_row_of_its_step(own):
+    config = configuration(own, "logger=none", "callbacks=count")
+    trainer = {**config["trainer"], "max_steps": 5, "log_every": 2}
+    train_run({**config, "trainer": trainer, "name": "counted"})
+    rows = json_lines(own / "runs" / "counted" / "metrics.jsonl")
+    assert {row["step"]: row.get("counted") for row in rows} == {1: None, 2: 2.0, 4: 4.0, 5: None}
 
 
 def test_what_cannot_be_built_is_refused_before_a_folder_is_made(own, monkeypatch):
@@ -193,7 +207,7 @@ def test_protocols_during_training_join_the_rows_of_their_steps_and_change_nothi
 
 
 def test_blimp_during_training_is_the_protocol_of_eval(tmp_path, monkeypatch):
-    from polarlm.evaluation.downstream.blimp import blimp
+    from polarlm.evaluation.downstream import blimp
     from polarlm.runs.restore import restore_run
 
     pairs = [{"sentence_good": f"the cat {n} sits", "sentence_bad": f"the cat {n} sit", "UID": "x"} for n in range(20)]

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from polarlm.columns import clock, short
 from polarlm.training.loggers.progress import Progress, bar_width, fitting_parts
-from polarlm.training.loggers.short_numbers import clock, short
 
 LAST = {"train/loss": 12.345, "train/lr": 3e-4, "tokens_per_second": 123456.0, "mfu": 0.42, "val/loss": 11.987}
 

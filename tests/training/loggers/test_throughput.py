@@ -7,11 +7,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from polarlm.launch.table import share_of_peak, speed, step_split
-from polarlm.training.callbacks import Recorder
-from polarlm.training.finish import median
+from polarlm.launch.train import share_of_peak, speed, step_split
 from polarlm.training.loggers import throughput
 from polarlm.training.loggers.throughput import MEASUREMENTS, HardwarePeak, believable_share, gpu_peak, measured_peak
+from polarlm.training.loop import median
+from polarlm.training.recorder import Recorder
 from tests.training.tiny_jobs import fitted
 
 
@@ -95,7 +95,7 @@ def test_tokens_per_second_and_seconds_of_the_final_table_count_the_same_time():
 def test_speed_is_that_of_the_steady_state_and_compiling_is_told_apart(tmp_path, monkeypatch):
     """The first step warms up for 0.5 s; the third compiles again for 0.4 s, which torch accounts for."""
     compiled = 0.0
-    monkeypatch.setattr("polarlm.training.callbacks.compile_seconds", lambda: compiled)
+    monkeypatch.setattr("polarlm.training.recorder.compile_seconds", lambda: compiled)
 
     class Slow(pl.Callback):
         def on_train_batch_start(self, trainer, module, batch, batch_index):

@@ -22,9 +22,8 @@ from polarlm.model import GPT, GPTConfig
 from polarlm.runs.checkpoints import step_file
 from polarlm.runs.files import json_lines
 from polarlm.runs.sweeps import command_overrides, sweep_group
-from polarlm.training.loggers import build
+from polarlm.training.loggers import build_loggers, finish_loggers, rank_zero_only
 from polarlm.training.loggers import wandb as wandb_module
-from polarlm.training.loggers.build import build_loggers, finish_loggers
 from polarlm.training.loggers.wandb import PER_LAYER, condensed
 from polarlm.training.loop import train_run
 from polarlm.visible import say_once
@@ -96,6 +95,22 @@ def test_an_offline_run_holds_what_was_logged(folder, probe, capfd):
     assert run.summary["status"] == "finished" and run.exit_code == 0
     seen = capfd.readouterr()
     assert "polarlm wandb sync" in seen.err and not seen.out
+
+
+def test_what_a_callback_logs_with_self_log_is_in_the_row_of_its_step(folder):
+    (logger,) = build_loggers(config_of(), folder)
+    for step in (1, 2):
+        logger.log_metrics({"step": step, "tokens": 64 * step, "train/loss": 3.5}, step=step)
+        logger.log_metrics({"mine": float(step), "epoch": 0}, step=step - 1)  # as Lightning counts, after our row
+    finish_loggers([logger], folder, "finished")
+    assert [(row["_step"], row["mine"]) for row in run_of(folder).rows] == [(1, 1.0), (2, 2.0)]
+
+
+def test_nothing_is_said_about_an_address_that_an_offline_run_does_not_have(folder, capfd):
+    (logger,) = build_loggers(config_of(), folder)
+    assert logger.url is None
+    finish_loggers([logger], folder, "finished")
+    assert "URL" not in capfd.readouterr().err
 
 
 def test_probe_charts_are_native_files_and_histograms(folder, probe):
@@ -230,7 +245,7 @@ def test_two_jobs_of_one_process_are_two_runs(folder):
 
 def test_other_ranks_and_none_log_nothing(folder, monkeypatch):
     assert build_loggers(config_of(logger={}), folder) == []
-    monkeypatch.setattr(build.rank_zero_only, "rank", 1)
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
     assert build_loggers(config_of(), folder) == []
 
 

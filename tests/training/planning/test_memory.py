@@ -15,9 +15,8 @@ from polarlm.model import GPT
 from polarlm.model.build import build_model
 from polarlm.operations import closed
 from polarlm.training.optimisers import build_optimiser
-from polarlm.training.planning.devices import Shape, device_memory, traffic
 from polarlm.training.planning.gpus import GPUS, peak_flops
-from polarlm.training.planning.memory import LiveBytes, StepMemory, step_memory
+from polarlm.training.planning.memory import LiveBytes, Shape, StepMemory, device_memory, step_memory, traffic
 from polarlm.training.planning.plan import shape_of
 from tests.training.lonely_rank import rank_zero
 
