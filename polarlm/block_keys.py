@@ -82,6 +82,7 @@ OLD: dict[str, tuple[str, Any]] = {
 OF_SYMBOL = {"nu": "nu_t", "mu": "mu", "alpha": "alpha", "beta": "beta", "m_inf": "m_inf"}
 SWITCHES = ("kernel", "radial", "forgetting", "transport", "consensus", "uncertainty", "radial_flow", "magnitude",
             "norm_values", "retract", "tie_output")  # fmt: skip
+WORDS = (*SWITCHES, "project_stream", "frame")
 OFF = {"off": "none", "false": "none", "no": "none"}  # what a yaml or a command line made of `off`
 UNIT = {"on": "own", "true": "own", "off": "unit", "false": "unit"}
 TANGENT = {"none": "", "attention": "+tangent", "both": "+tangent_both"}  # project_stream → the residual frame's suffix
@@ -129,8 +130,16 @@ VARIANTS = _variants()
 
 
 def is_parted(block: Any) -> bool:
-    """Whether a block's settings are a list of parts."""
-    return isinstance(block, Mapping) and isinstance(block.get("influence"), Mapping)
+    """Whether a block's settings are a list of parts; a UserError where only some of the parts are there."""
+    if not isinstance(block, Mapping) or not any(isinstance(block.get(part), Mapping) for part in PARTS):
+        return False
+    if "influence" not in block and block.get("_target_") != POLAR:
+        return False  # a class of the user's with a mapping of that name
+    for part in PARTS:
+        given = block.get(part)
+        if not isinstance(given, Mapping) or not isinstance(given.get("kind"), str):
+            raise UserError(f"block.{part} must be a part of the block: a kind and its settings. It is {given!r:.80}.")
+    return True
 
 
 # ------------------------------------------------------------------------------------------------ parts → old
@@ -232,6 +241,9 @@ def current_block(block: Any) -> Any:
     if is_parted(block):
         return dict(block)
     block = dict(block)
+    for key in WORDS:
+        if isinstance(block.get(key), (Mapping, list)):
+            raise UserError(f"block.{key} must be one word or number. It is {block[key]!r:.80}.")
     if block.get("_target_") == POLAR:
         nu, eta = block.get("nu_t", OLD["nu_t"][1]), block.get("eta_tk")
         symbols = {"nu": nu, "eta": eta, **{s: block.get(s, OLD[s][1]) for s in ("mu", "alpha", "beta", "m_inf")}}
@@ -265,7 +277,7 @@ def framed(frame: str | None, project_stream: str) -> str:
     """The residual frame of this name whose steps are projected as project_stream used to say."""
     if project_stream not in TANGENT:
         raise UserError(f"block.project_stream is {project_stream!r}; allowed: {', '.join(TANGENT)}.")
-    return (frame or "pre").partition("+")[0] + TANGENT[project_stream]
+    return str(frame or "pre").partition("+")[0] + TANGENT[project_stream]
 
 
 # ------------------------------------------------------------------------------------------------ the yaml files

@@ -83,6 +83,15 @@ def change_run(folder: Path, chance: random.Random) -> str:
     return f"{path.name}: bytes"
 
 
+def as_before_parts(path: Path) -> None:
+    """Write a stored configuration with the block's settings in their old flat form."""
+    from polarlm.block_keys import flat_block
+    from polarlm.runs.files import read_config, write_config
+
+    config = read_config(path)
+    write_config(path, {**config, "block": flat_block(config["block"])})
+
+
 def read_folder(folder: Path, *, thorough: bool) -> None:
     """What the verbs do with a run folder that somebody gives them; describing and exporting it take a second."""
     from polarlm.runs.export.folder import export_run
@@ -131,8 +140,8 @@ def read_command(chance: random.Random) -> list[str]:
     return [f"{chance.choice(keys)}={chance.choice(words)}" for _ in range(chance.randint(1, 3))]
 
 
-def fuzz(minutes: float, seed: int, report: Callable[[str], None]) -> int:
-    """Try until the time is over; returns the number of different findings."""
+def fuzz(minutes: float, seed: int, report: Callable[[str], None], inputs: float = float("inf")) -> int:
+    """Try until the time or the number of inputs is over; returns the number of different findings."""
     from polarlm.launch.overrides import config_loader, plan_jobs
     from tests.runs.made_up_run import made_up_run
 
@@ -141,7 +150,9 @@ def fuzz(minutes: float, seed: int, report: Callable[[str], None]) -> int:
     until, number = time.monotonic() + 60 * minutes, 0
     with tempfile.TemporaryDirectory() as place:
         made_up_run(Path(place) / "sound", "polar")
-        while time.monotonic() < until:
+        shutil.copytree(Path(place) / "sound", Path(place) / "older")
+        as_before_parts(Path(place) / "older" / "config.yaml")
+        while time.monotonic() < until and number < inputs:
             number += 1
             chance = random.Random(f"{seed}/{number}")
             given = ""
@@ -152,7 +163,9 @@ def fuzz(minutes: float, seed: int, report: Callable[[str], None]) -> int:
                     plan_jobs(config_loader(), "train", command, multirun=False)
                 else:
                     shutil.rmtree(Path(place) / "tried", ignore_errors=True)
-                    folder = Path(shutil.copytree(Path(place) / "sound", Path(place) / "tried" / "run"))
+                    folder = Path(
+                        shutil.copytree(Path(place) / chance.choice(["sound", "older"]), Path(place) / "tried" / "run")
+                    )
                     given = change_run(folder, chance)
                     read_folder(folder, thorough=chance.random() < 0.1)
             except UserError:

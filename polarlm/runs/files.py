@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from polarlm.block_keys import brief_block
 from polarlm.data.atomic import explained, json_or_none, parse_json, write_beside
 from polarlm.errors import UserError
 
@@ -142,6 +143,7 @@ def parse_config(text: str) -> dict[str, Any]:
         given = value.get(group, {})
         if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
             raise ValueError(f"{group} is not a group of settings")
+    brief_block(value.get("block"))  # refuses a block that is damaged
     return value
 
 

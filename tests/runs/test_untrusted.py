@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from polarlm.block_keys import flat_block
 from polarlm.cli import main
 from polarlm.data import atomic, build_corpus
 from polarlm.errors import UserError
@@ -28,7 +29,7 @@ from polarlm.runs.restore import require_shapes, restore_run
 from polarlm.runs.sweeps import known_runs
 from polarlm.verdict.per_document import _losses
 from polarlm.visible import VisibleOutput
-from tests.runs.made_up_run import made_up_run
+from tests.runs.made_up_run import block_settings, made_up_run
 
 MODEL = dict(context=16, d_model=16, n_layer=1, n_head=2)
 STANDARD = {"_target_": "polarlm.attention.StandardAttention", "_partial_": True}
@@ -112,6 +113,28 @@ def test_a_damaged_configuration_gives_one_sentence(tmp_path, text):
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(UserError, match=r"config\.yaml can't be read"):
         read_config(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("old_form", "change"),
+    [
+        (False, {"transport": None}),
+        (False, {"influence": {"nu_t": 3.0}}),
+        (False, {"step": {"kind": ["tangent"]}}),
+        (True, {"magnitude": ["own"]}),
+        (True, {"retract": {"kind": "norm"}}),
+        (True, {"project_stream": []}),
+        (True, {"frame": [1]}),
+    ],
+)
+def test_a_block_without_all_its_parts_is_one_sentence_and_compared_without(old_form, change, tmp_path):
+    block = block_settings("polar")
+    block = (flat_block(block) if old_form else block) | change
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"block": block, "seed": 3}))
+    with pytest.raises(UserError, match=rf"config\.yaml can't be read: block\.{next(iter(change))}.* must be "):
+        read_config(tmp_path / "config.yaml")
+    run = read_run(tmp_path)
+    assert run.settings == {} and "config.yaml: block." in run.problems[0]
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"a": nope}', "[" * 100_000, "[1]", "3", "null", '"finished"', "9" * 6000])
