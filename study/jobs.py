@@ -23,13 +23,16 @@ class Planner:
         self._made: dict[tuple[Any, ...], tuple[dict[str, Any], str]] = {}
 
     def ready(self, question: Question, outcome: Outcome) -> list[PlannedRun]:
-        """Every job that can be named now, done or not; calling again with more outcomes names more."""
-        return [
-            job
-            for name, part in question.parts.items()
-            for variant in part.variants
-            for job in self.variant_jobs(question, name, variant, outcome)
-        ]
+        """Every job that can be named now, done or not; calling again with more outcomes names more.
+
+        The first seed of all variants of a part comes before their second, so that a study that stops early has pairs.
+        """
+        jobs: list[PlannedRun] = []
+        for name, part in question.parts.items():
+            seeds = question.seeds_of(part)
+            of_part = [job for variant in part.variants for job in self.variant_jobs(question, name, variant, outcome)]
+            jobs += sorted(of_part, key=lambda job: -1 if job.stage == "tune" else seeds.index(job.seed))
+        return jobs
 
     def variant_jobs(self, question: Question, part: str, variant: str, outcome: Outcome) -> Iterator[PlannedRun]:
         """The jobs of one variant that can be named now."""

@@ -97,6 +97,11 @@ def test_seeds_are_named_once_the_search_has_chosen():
     assert identity_of(composed.config) == jobs[-1].identity
 
 
+def test_the_first_seed_of_all_variants_comes_before_their_second():
+    jobs = Planner().ready(question(), lambda identity: None)
+    assert [(job.variant, job.seed) for job in jobs] == [(v, seed) for seed in (1, 2, 3) for v in ("standard", "polar")]
+
+
 def test_a_seed_that_chose_a_value_can_not_be_judged(tmp_path, monkeypatch):
     (tmp_path / "configs" / "study").mkdir(parents=True)
     text = (
