@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,62 +14,119 @@ from polarlm.model import GPT
 from polarlm.model.build import build_model, warn_about_blind_blocks, warn_about_idle_settings
 from polarlm.runs.restore import start_from
 from polarlm.training.batching import BatchPlan, plan_run, with_micro_batch
-from polarlm.training.hardware import ASKED, choose_accelerator, choose_compile, choose_precision
+from polarlm.training.hardware import ASKED, Choice, choose_accelerator, choose_compile, choose_precision
 from polarlm.training.loggers import check_targets
 from polarlm.training.optimisers import build_optimiser
 from polarlm.training.schedules import build_schedule
 from polarlm.training.schedules.warmup import Schedule
 
 
-@dataclass
 class Job:
-    """Everything a run needs, built and checked before its folder is touched."""
+    """Everything a run needs. A part is built when it is first asked for; `check` asks for every part.
 
-    config: dict[str, Any]
-    corpus: Corpus
-    model: GPT
-    data: LMDataModule
-    plan: BatchPlan
-    steps: int
-    schedule: Schedule
-    accelerator: str
-    precision: str
-    compiled: bool
-    reasons: dict[str, str]  # why precision and compiling were chosen, where `auto` chose them
+    The text comes first (`corpus`), then how a step is cut (`plan`), the batches (`data`), and the model with what
+    trains it.
+    """
+
+    def __init__(self, asked: dict[str, Any]) -> None:
+        self.asked = asked  # the resolved configuration
+
+    def check(self) -> None:
+        """Build every part, the cheap ones first: a wrong input raises a UserError before anything is written."""
+        check_targets(self.asked)
+        plan_run(self.asked)
+        _ = self.precision, self.schedule, self.corpus, self.data
+        self.corpus.tokenizer.encode(self.asked["sample"]["prompt"])  # it is sampled from after training
+        build_optimiser(self.asked["optim"], self.model)
+        _ = self.compiled
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        """The prepared text and its tokenizer."""
+        return build_corpus(self.asked["data"], self.asked["tokenizer"], self.asked["cache_dir"])
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The configuration, with a number where it had trainer.micro_batch_tokens=auto."""
+        if self.asked["trainer"]["micro_batch_tokens"] != "auto":
+            return self.asked
+        return with_micro_batch(self.asked, self.corpus.tokenizer.vocab_size, self.accelerator, self.precision)
+
+    @cached_property
+    def plan(self) -> BatchPlan:
+        """How an optimiser step is cut into micro-batches."""
+        return plan_run(self.config)[0]
+
+    @cached_property
+    def steps(self) -> int:
+        """The number of optimiser steps."""
+        return plan_run(self.config)[1]
+
+    @cached_property
+    def data(self) -> LMDataModule:
+        """The batches."""
+        refuse_shared_stream(self.corpus, self.plan.processes)
+        options = {key: self.config["data"][key] for key in ("mask_documents", "packing", "eval_tokens")}
+        return LMDataModule(
+            self.corpus,
+            context=self.plan.context,
+            micro_batch=self.plan.micro,
+            seed=self.config["seed"],
+            **options,
+        )
+
+    @cached_property
+    def model(self) -> GPT:
+        """The model with fresh weights, or with those of `init_from`."""
+        torch.manual_seed(self.config["seed"])
+        model = build_model(self.config, self.corpus.tokenizer.vocab_size)
+        warn_about_blind_blocks(model)
+        warn_about_idle_settings(model, self.config["block"])
+        if self.config.get("init_from"):
+            start_from(model, self.config["init_from"])
+        return model
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The learning rate over the tokens."""
+        plan, steps = plan_run(self.asked)
+        return build_schedule(self.asked["schedule"], steps * plan.tokens)
+
+    @cached_property
+    def accelerator(self) -> str:
+        """cpu, cuda or mps."""
+        return choose_accelerator(self.asked["trainer"]["accelerator"])
+
+    @property
+    def precision(self) -> str:
+        """Lightning's name of the number format."""
+        return self._precision.value
+
+    @property
+    def compiled(self) -> bool:
+        """Whether torch.compile compiles the loss."""
+        return self._compiled.value == "yes"
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Why precision and compiling were chosen, where `auto` chose them."""
+        chosen = {"precision": self._precision, "compile": self._compiled}
+        return {name: choice.why for name, choice in chosen.items() if choice.why != ASKED}
+
+    @cached_property
+    def _precision(self) -> Choice:
+        return choose_precision(self.asked["trainer"]["precision"], self.accelerator)
+
+    @cached_property
+    def _compiled(self) -> Choice:
+        flops = self.model.flops_per_token(self.plan.context) * self.plan.tokens / self.plan.processes
+        block = self.config["choices"]["block"]
+        return choose_compile(self.config["trainer"]["compile"], self.accelerator, block, flops, self.steps)
 
 
 def build_job(config: dict[str, Any]) -> Job:
-    """Build corpus, model and plan; every wrong input is found here, before anything is written."""
-    t = config["trainer"]
-    check_targets(config)
-    accelerator = choose_accelerator(t["accelerator"])
-    precision = choose_precision(t["precision"], accelerator)
-    plan, steps = plan_run(config)
-    schedule = build_schedule(config["schedule"], steps * plan.tokens)
-    corpus = build_corpus(config["data"], config["tokenizer"], config["cache_dir"])
-    config = with_micro_batch(config, corpus.tokenizer.vocab_size, accelerator, precision.value)
-    plan, _ = plan_run(config)
-    refuse_shared_stream(corpus, plan.processes)
-    data = LMDataModule(
-        corpus,
-        context=plan.context,
-        micro_batch=plan.micro,
-        seed=config["seed"],
-        **{key: config["data"][key] for key in ("mask_documents", "packing", "eval_tokens")},
-    )
-    corpus.tokenizer.encode(config["sample"]["prompt"])  # only to refuse now what could not be sampled after training
-    torch.manual_seed(config["seed"])
-    model = build_model(config, corpus.tokenizer.vocab_size)
-    warn_about_blind_blocks(model)
-    warn_about_idle_settings(model, config["block"])
-    if config.get("init_from"):
-        start_from(model, config["init_from"])
-    build_optimiser(config["optim"], model)  # only to refuse wrong options now
-    flops = model.flops_per_token(plan.context) * plan.tokens / plan.processes
-    compiled = choose_compile(t["compile"], accelerator, config["choices"]["block"], flops, steps)
-    reasons = {name: c.why for name, c in (("precision", precision), ("compile", compiled)) if c.why != ASKED}
-    chosen = accelerator, precision.value, compiled.value == "yes", reasons
-    return Job(config, corpus, model, data, plan, steps, schedule, *chosen)
+    """The job of a resolved configuration, not checked yet."""
+    return Job(config)
 
 
 def refuse_shared_stream(corpus: Corpus, processes: int) -> None:

@@ -62,6 +62,7 @@ def train_run(config: dict[str, Any], pictures: Callable[[Path], Any] | None = N
     if not is_first():
         end_with_starter()
     job = build_job(config)
+    job.check()
     if not is_first():
         folder = shared_folder()
         fit(job, folder, extra=build_callbacks(config, folder))
