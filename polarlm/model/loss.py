@@ -51,6 +51,8 @@ def chunked_tally(hidden: Tensor, weight: Tensor, targets: Tensor, cap: float | 
     """(summed loss, hits) of one pass: the bits of reduction="sum", and how often the target beat every other token."""
     chunk = _chunk_tokens(weight)
     rows, flat, dtype = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), _product_dtype(hidden)
+    if (counted := _few_that_count(flat)) is not None:
+        rows, flat = rows[counted], flat[counted]
     total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
     hits = torch.zeros((), dtype=torch.int64, device=hidden.device)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -78,6 +80,17 @@ def log_probability_chunks(hidden: Tensor, weight: Tensor, cap: float | None = N
 def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
     """cap tanh(logits / cap): the same near zero, never beyond ±cap; unchanged without a cap."""
     return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def _few_that_count(targets: Tensor) -> Tensor | None:
+    """Where the targets that count are, if most do not (recall tasks ask 4 of 64): the others need no logits.
+
+    Returns None on a GPU, which would have to wait for the count.
+    """
+    if targets.device.type != "cpu":
+        return None
+    counted = (targets != IGNORED).nonzero()[:, 0]
+    return counted if 0 < 2 * len(counted) < len(targets) else None
 
 
 def _chunk_tokens(weight: Tensor) -> int:
@@ -140,6 +153,15 @@ def total_and_gradients(
     need_weight: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(summed loss, its gradients with respect to hidden and weight where they are needed); products in `dtype`."""
+    if (counted := _few_that_count(targets)) is not None:
+        total, d_counted, d_weight = total_and_gradients(
+            hidden[counted], weight, targets[counted], chunk, cap, dtype, need_hidden, need_weight
+        )
+        return (
+            total,
+            None if d_counted is None else torch.zeros_like(hidden).index_copy_(0, counted, d_counted),
+            d_weight,
+        )
     d_hidden = torch.empty_like(hidden) if need_hidden else None
     d_weight = None
     total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)

@@ -67,23 +67,41 @@ def test_statistics_stay_fp32_under_autocast(reduction):
         assert (a - b).norm() < 0.03 * b.norm()
 
 
-def test_no_tensor_of_all_logits_is_ever_made():
-    tokens, vocab, chunk = 256, 512, 16
+class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    """Keeps the size of the largest tensor that is made."""
+
     largest = 0
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor):
-                largest = max(largest, out.numel())
-            return out
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.largest = max(self.largest, out.numel())
+        return out
 
+
+def test_no_tensor_of_all_logits_is_ever_made():
+    tokens, vocab, chunk = 256, 512, 16
     hidden, weight, targets = _inputs(tokens, 4, vocab, torch.float32)
-    with Watch():
+    with Watch() as watch:
         chunked_cross_entropy(hidden, weight, targets, chunk=chunk).backward()
         chunked_cross_entropy(hidden, weight, targets, "none", chunk).sum().backward()
-    assert largest <= chunk * vocab
+    assert watch.largest <= chunk * vocab
+
+
+def test_where_few_targets_count_only_they_get_logits():
+    tokens, vocab, d = 64, 512, 4
+    hidden, weight, targets = _inputs(tokens, d, vocab)
+    targets[0, torch.arange(tokens) % 16 != 3] = -100  # four questions, as in a recall task
+    with Watch() as watch:
+        ours = chunked_cross_entropy(hidden, weight, targets)
+        gradients = torch.autograd.grad(ours, (hidden, weight))
+        total, hits = chunked_tally(hidden, weight, targets)
+    assert watch.largest <= max(4 * vocab, vocab * d)
+    plain = _plain(hidden, weight, targets, "mean")
+    counted = targets != -100
+    torch.testing.assert_close((ours, *gradients), (plain, *torch.autograd.grad(plain, (hidden, weight))))
+    torch.testing.assert_close(total, plain * counted.sum())
+    assert hits == ((hidden @ weight.t()).argmax(-1) == targets).sum()
 
 
 def test_hits_are_targets_that_beat_every_other_token_and_count():
