@@ -60,6 +60,8 @@ class Question:
     metric: str = "val/bits_per_byte"
     margin: float | None = setting(0.005, above=0)
     tune: Tuning | None = None
+    show: str = setting("differences", choices=("differences", "levels"))  # the table: comparisons, or every mean
+    fit: bool = False  # fit the metric against training compute over the parts
     in_all: bool = True  # false: only when it is asked for by name (for newcomers, wants a GPU, or is decided)
     name: str = ""
 

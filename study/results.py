@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from polarlm.runs.files import write_text
 from polarlm.runs.sweeps import key_of
 from polarlm.verdict.currencies import Gain
 from polarlm.verdict.sentences import probability
+from study.compute import SIZES, Laws, fit_laws, settings_of_parts
 from study.judge import JudgedPart, Line, check_known, judge_part
 from study.numbers import fill
 from study.plan import Part, Question, every_question
@@ -32,6 +35,7 @@ processor seconds the baseline needs to reach the variant's loss. The question, 
 into `configs/study` before the runs; exceptions are marked. Learning rates are tuned on a held-out seed.
 [Statistics](statistics.md) explains the terms.
 """
+LISTED = 4  # settings without runs that are named
 MERGED_FROM = 7  # compared variants of a setting from which those that show nothing share a row
 
 
@@ -96,11 +100,14 @@ def section(answer: Answer, numbers: Mapping[str, Mapping[str, JudgedPart | None
         "",
         fill(answer.words, numbers, question.name),
         "",
-        table(answer),
+        levels_table(answer) if question.show == "levels" else table(answer),
     ]
+    if question.fit:
+        lines += ["", *fit_lines(answer)]
     missing = [question.parts[name].title for name, judged in answer.parts.items() if judged is None]
     if missing:
-        lines += ["", f"Not run yet: {'; '.join(missing)}."]
+        others = f" and {len(missing) - LISTED} more" if len(missing) > LISTED else ""
+        lines += ["", f"Not run yet: {'; '.join(missing[:LISTED])}{others}."]
     return "\n".join([*lines, ""])
 
 
@@ -114,6 +121,58 @@ def table(answer: Answer) -> str:
         if judged is not None and not again:
             rows += part_rows(answer.question, part, judged)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
+def levels_table(answer: Answer) -> str:
+    """Settings by variants: means; bold where one is shown better than the baseline, italic where it is shown worse."""
+    judged = {name: part for name, part in answer.parts.items() if part is not None}
+    variants = list(dict.fromkeys(line.variant for part in judged.values() for line in part.lines))
+    rows = [["setting", *(f"`{variant}`" for variant in variants)], ["---"] * (len(variants) + 1)]
+    marks = {"better": "**", "worse": "*"}
+    for name, part in judged.items():
+        cells = {}
+        for line in part.lines:
+            mark = marks.get(line.outcome, "")
+            seeds = len(line.rows)
+            planned = len(answer.question.seeds_of(answer.question.parts[name]))
+            cells[line.variant] = f"{mark}{line.mean.mean:.3f}{mark}" + f" ({seeds} of {planned})" * (seeds < planned)
+        rows.append([answer.question.parts[name].title, *(cells.get(variant, "") for variant in variants)])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
+def fit_lines(answer: Answer) -> list[str]:
+    """The laws of loss against compute, a row per block; why there are none while sizes are missing."""
+    baseline = next(part.baseline for part in answer.question.parts.values() if part.baseline)
+    rungs = settings_of_parts(answer.parts, baseline)
+    laws = fit_laws(rungs)
+    if laws is None:
+        sizes = len({rung.size for rung in rungs})
+        return [f"No law is fitted: all blocks are there at {sizes} of the {SIZES} sizes that it takes."]
+    ends = [rungs[0].flops[baseline], rungs[-1].flops[baseline]]
+    titles = [f"{kind} at {end:.1e} FLOPs" for end in ends for kind in ("gap", "gain")]
+    rows = [["block", "exponent", *titles], ["---"] * (2 + len(titles))]
+    for block in laws.exponent:
+        cells = [f"`{block}`", _with_interval(laws, laws.exponent[block], ".4f")]
+        for end in ends if block != baseline else ():
+            cells.append(_with_interval(laws, laws.gap(block, baseline, end), "+.3f"))
+            cells.append(_with_interval(laws, laws.gain(block, baseline, end), ".2f"))
+        rows.append(cells + [""] * (2 + len(titles) - len(cells)))
+    table = [f"| {' | '.join(cells)} |" for cells in rows]
+    return [
+        f"Power laws through {len(rungs)} settings of {len({rung.size for rung in rungs})} sizes. Gap: loss minus that "
+        f"of `{baseline}`; gain: times the compute that `{baseline}` needs for the same loss"
+        + ("; 95 % intervals over seeds." if laws.has_interval else "; single seeds, so no intervals."),
+        "",
+        *table,
+        "",
+        "![Loss against training compute, and the gap to the baseline](study/compute.svg)",
+    ]
+
+
+def _with_interval(laws: Laws, draws: np.ndarray, form: str) -> str:
+    interval = laws.interval(draws)
+    between = f" ({interval[0]:{form}} to {interval[1]:{form}})" if interval else ""
+    return f"{draws[0]:{form}}{between}".replace("-", "−")
 
 
 def part_rows(question: Question, part: Part, judged: JudgedPart) -> list[list[str]]:

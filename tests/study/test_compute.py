@@ -1,0 +1,69 @@
+"""The fit of loss against compute: known laws come back, seeds give intervals, and too few sizes give nothing."""
+
+import numpy as np
+import pytest
+
+from study.compute import Setting, fit_laws, settings_of_parts
+from study.judge import judge_part
+from tests.study.made_up import question, row, summary
+
+LAWS = {"standard": (40.0, 0.080), "polar": (36.0, 0.078)}
+FLOPS = (1e12, 1e13, 1e14, 1e15)
+
+
+def rungs(noise=0.0, seeds=3, sizes=(10, 20, 30, 40)):
+    random = np.random.default_rng(1)
+    shared = random.normal(size=(len(FLOPS), seeds))  # a seed is good or bad for both blocks
+    return [
+        Setting(
+            size,
+            dict.fromkeys(LAWS, flops),
+            {
+                name: scale * flops**-exponent * np.exp(noise * (shared[i] + 0.1 * random.normal(size=seeds)))
+                for name, (scale, exponent) in LAWS.items()
+            },
+        )
+        for i, (size, flops) in enumerate(zip(sizes, FLOPS, strict=True))
+    ]
+
+
+def test_known_laws_come_back_with_their_gap_and_gain():
+    laws = fit_laws(rungs(), draws=4)
+    for name, (scale, exponent) in LAWS.items():
+        assert laws.exponent[name][0] == pytest.approx(exponent) and np.exp(laws.scale[name][0]) == pytest.approx(scale)
+    flops = 3e14
+    reached = LAWS["polar"][0] * flops ** -LAWS["polar"][1]
+    needed = (LAWS["standard"][0] / reached) ** (1 / LAWS["standard"][1])  # compute at which standard has that loss
+    assert laws.gain("polar", "standard", flops)[0] == pytest.approx(needed / flops, rel=1e-6)
+    expected = reached - LAWS["standard"][0] * flops ** -LAWS["standard"][1]
+    assert laws.gap("polar", "standard", flops)[0] == pytest.approx(expected)
+
+
+def test_the_interval_is_of_paired_seeds():
+    laws = fit_laws(rungs(noise=0.05))
+    gap, level = laws.gap("polar", "standard", 1e15), laws.loss("polar", 1e15)
+    low, high = laws.interval(gap)
+    assert low < gap[0] < high
+    wide = laws.interval(level)
+    assert high - low < 0.5 * (wide[1] - wide[0])  # what a seed does to both blocks is no difference between them
+    again = fit_laws(rungs(noise=0.05)).gap("polar", "standard", 1e15)
+    assert np.array_equal(gap, again)  # the page is made again with the same bytes
+
+
+def test_single_seeds_have_no_interval_and_two_sizes_no_law():
+    laws = fit_laws(rungs(seeds=1))
+    assert laws.interval(laws.exponent["polar"]) is None
+    assert fit_laws(rungs(sizes=(10, 20, 20, 10))) is None
+
+
+def test_a_rung_counts_with_the_seeds_that_all_blocks_have():
+    made, asked = summary(), question()
+    made.add(row("polar", 3, float("nan"), status="failed"))
+    half = {"title": "Half", "variants": asked.parts["letters"].variants, "baseline": "standard"}
+    asked = question()
+    asked.parts["half"] = asked.parts["letters"].__class__(**half)
+    made.add(row("standard", 1, 2.0, part="half"), {"block._target_": "standard"})
+    parts = {name: judge_part(asked, name, made) for name in asked.parts}
+    (rung,) = settings_of_parts(parts, "standard")  # `half` has no polar yet
+    assert rung.size == 1000 and rung.flops["polar"] == 6000 * 1000
+    assert rung.losses["standard"] == pytest.approx([2.1, 2.2]) and len(rung.losses["polar"]) == 2
