@@ -165,7 +165,7 @@ def _streamed(config: DataConfig) -> bool:
 
 def local_repository(name: str) -> Path | None:
     """A folder holding a copy of the hub repository: a path, or data/raw/<owner>/<name>."""
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     if folder.is_dir():
         return folder
     copy = local_copy(name)

@@ -146,7 +146,7 @@ def find_files(path: str) -> list[Path]:
 
 
 def _find_files(path: str) -> list[Path]:
-    given = Path(path).expanduser()
+    given = Path(os.path.expanduser(path))
     if given.is_file():
         return [given]
     if given.is_dir():
@@ -381,7 +381,7 @@ def need_column(where: str, column: str, names: list[str]) -> None:
 
 def file_units(path: str, config: DataConfig) -> list[Unit]:
     """The files of data.path as units of reading, each with the split its name speaks of; or a saved dataset."""
-    root = Path(path).expanduser()
+    root = Path(os.path.expanduser(path))
     saved = [{"dataset_dict.json"}, {"state.json", "dataset_info.json"}]
     if any(all((root / name).is_file() for name in names) for names in saved):
         from polarlm.data.tables import saved_units

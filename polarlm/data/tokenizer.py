@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -181,7 +182,7 @@ class WordTokenizer(Tokenizer):
 
 def tokenizer_file(path: str | Path) -> Path:
     """A tokenizer.json, from its own path or that of its folder."""
-    given = Path(path).expanduser()
+    given = Path(os.path.expanduser(path))
     file = given / "tokenizer.json" if given.is_dir() else given
     if file.resolve().parts[1:2] in (("proc",), ("sys",)):  # reading one may never end
         raise UserError(f"tokenizer.path={path} belongs to the system and is no tokenizer; give another file.")

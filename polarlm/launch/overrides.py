@@ -107,6 +107,8 @@ def plan_jobs(loader: Any, config_name: str, overrides: Sequence[str], *, multir
     swept = {} if single else hydra.sweeper.get("params") or {}
     params = [_parse(loader, f"{key}={value}") for key, value in swept.items()]
     for override in params:
+        if override.is_hydra_override():
+            raise UserError(f"A sweep can't set {override.input_line}: only you can, on the command line")
         _check_choice(loader, config_name, groups, override)
     multirun = multirun or (hydra.mode == RunMode.MULTIRUN and not single)
     _check_several([*params, *parsed], parsed, multirun)
@@ -226,6 +228,7 @@ def _check_jobs(
         _check_parts(loader, config_name, groups, overrides)
         if choices not in composed:
             shipped = compose(loader, config_name, choices)
+            _check_hydra(loader, config_name, choices, shipped.hydra)
             composed[choices] = shipped, list(flat_keys(OmegaConf.to_container(shipped, resolve=False)))
         shipped, keys = composed[choices]
         settings = [o for o in overrides if o.key_or_group not in groups and "/" not in o.key_or_group]
@@ -235,6 +238,27 @@ def _check_jobs(
             yield PlannedJob(job, _checked(config_name, shipped, settings))
         except UserError as error:
             yield PlannedJob(job, None, error)
+
+
+# The nodes of `hydra` that a chosen yaml may set; `overrides` and `runtime` record what was chosen.
+HYDRA_OF_YAMLS = ("mode", "sweeper", "launcher", "overrides", "runtime")
+
+
+def _check_hydra(loader: Any, config_name: str, choices: tuple[str, ...], chosen: Any) -> None:
+    """A yaml says how a sweep runs and sets nothing else of Hydra's, whose callbacks and loggers call any function."""
+    from omegaconf import OmegaConf
+
+    typed = compose(loader, config_name, [choice for choice in choices if choice.startswith("hydra/")]).hydra
+    before, after = (OmegaConf.to_container(node, resolve=False) for node in (typed, chosen))
+    for key in after.keys() - set(HYDRA_OF_YAMLS):
+        if key == "job":  # its name and number say what was chosen
+            for tree in (before[key], after[key]):
+                tree.pop("override_dirname", None)
+        if before.get(key) != after[key]:
+            raise UserError(
+                f"hydra.{key} is set by a yaml of {' '.join(choices)}; a yaml can set hydra.mode, hydra.sweeper and "
+                f"hydra.launcher, the rest is typed on the command line"
+            )
 
 
 def _check_parts(loader: Any, config_name: str, groups: dict[str, Any], overrides: Sequence[Any]) -> None:

@@ -103,3 +103,22 @@ def test_a_folder_configs_where_the_command_is_typed_adds_choices(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     (job,) = plan(config_loader(), "block=mine", "block.qk_norm=false").jobs
     assert job.config["block"]["qk_norm"] is False and job.config["choices"]["block"] == "mine"
+
+
+@pytest.mark.parametrize(
+    "hydra",
+    [
+        "callbacks: {x: {_target_: torch.utils.collect_env.run, command: touch executed}}",
+        'job_logging: {formatters: {x: {"()": os.system, command: touch executed}}}',
+        "job: {env_set: {LD_PRELOAD: theirs.so}}",
+        "run: {dir: elsewhere}",
+        "sweeper: {params: {hydra.job.env_set: '{LD_PRELOAD: theirs.so}'}}",
+    ],
+)
+def test_a_yaml_does_not_make_hydra_call_functions_or_write_elsewhere(hydra, tmp_path, monkeypatch):
+    (tmp_path / "configs" / "experiment").mkdir(parents=True)
+    (tmp_path / "configs" / "experiment" / "nice.yaml").write_text(f"# @package _global_\nhydra:\n  {hydra}\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"hydra\..*on the command line"):
+        plan(config_loader(), "experiment=nice")
+    assert plan(config_loader(), "hydra.job.chdir=false").jobs  # the user's own word counts

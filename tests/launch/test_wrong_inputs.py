@@ -159,6 +159,8 @@ OTHERS = [
     (["data.split.val=0.6", "data.split.test=0.6"], "data.split"),
     (["data=text"], "data.path"),
     (["data=text", "data.path=nowhere.txt"], "does not exist"),
+    (["data=text", "data.path='~nobody_here/x.txt'"], "does not exist"),
+    (["tokenizer=file", "tokenizer.path='~nobody_here/x'"], "no tokenizer.json"),
     (["model.d_model=30", "model.n_head=2"], "odd"),
     (["model.d_model=131072"], "memory"),
     (["model.head_dim=131072"], "memory"),

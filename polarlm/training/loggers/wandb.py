@@ -98,7 +98,8 @@ def server() -> str:
         return url
     settings = configparser.ConfigParser()
     try:
-        settings.read(Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")).expanduser() / "settings")
+        folder = os.path.expanduser(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb"))
+        settings.read(Path(folder) / "settings")
         return settings.get("default", "base_url", fallback=SERVER)
     except configparser.Error:
         return SERVER
@@ -111,7 +112,7 @@ def logged_in() -> bool:
     host = urlsplit(server()).netloc
     for path in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):
         try:
-            if path and (login := netrc.netrc(Path(path).expanduser()).authenticators(host)):
+            if path and (login := netrc.netrc(os.path.expanduser(path)).authenticators(host)):
                 return bool(login[2])
         except (OSError, netrc.NetrcParseError):
             continue

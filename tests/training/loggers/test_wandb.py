@@ -1,6 +1,7 @@
 """wandb: what was logged can be read back, a killed run is one curve, nothing prompts, nothing waits."""
 
 import json
+import os
 import socket
 import sys
 import threading
@@ -306,6 +307,10 @@ class TestMode:
             wandb_module.choose_mode("onlin")
 
     def test_offline_without_login(self):
+        assert wandb_module.choose_mode("auto") == ("offline", None)
+
+    def test_a_user_without_a_home_has_no_login(self, monkeypatch):
+        monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # Python's answer without HOME and passwd entry
         assert wandb_module.choose_mode("auto") == ("offline", None)
 
     def test_online_without_login_is_an_error_that_says_what_to_do_before_a_folder_is_made(self, tmp_path):
