@@ -249,11 +249,10 @@ def _check_hydra(loader: Any, config_name: str, choices: tuple[str, ...], chosen
     from omegaconf import OmegaConf
 
     typed = compose(loader, config_name, [choice for choice in choices if choice.startswith("hydra/")]).hydra
-    before, after = (OmegaConf.to_container(node, resolve=False) for node in (typed, chosen))
-    for key in after.keys() - set(HYDRA_OF_YAMLS):
-        if key == "job":  # its name and number say what was chosen
-            for tree in (before[key], after[key]):
-                tree.pop("override_dirname", None)
+    before: Any = OmegaConf.to_container(typed, resolve=False)
+    after: Any = OmegaConf.to_container(chosen, resolve=False)
+    before["job"]["override_dirname"] = after["job"]["override_dirname"]  # says what was chosen
+    for key in sorted(after.keys() - set(HYDRA_OF_YAMLS)):
         if before.get(key) != after[key]:
             raise UserError(
                 f"hydra.{key} is set by a yaml of {' '.join(choices)}; a yaml can set hydra.mode, hydra.sweeper and "
