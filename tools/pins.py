@@ -50,7 +50,6 @@ HEADER = """\
 # Import names of packages that need not be installed here; all others are looked up in the environment.
 DISTRIBUTIONS = {
     "hydra": "hydra-core",
-    "joblib": "hydra-joblib-launcher",
     "lm_eval": "lm-eval",
     "optuna": "optuna",
     "PIL": "pillow",

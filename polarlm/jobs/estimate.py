@@ -71,21 +71,3 @@ def likely_vocabulary(config: dict[str, Any]) -> int:
         return vocabulary_of(config["tokenizer"])
     except UserError:
         return CHARACTERS if config["tokenizer"]["kind"] == "char" else UNKNOWN
-
-
-def side_by_side(overrides: Sequence[str]) -> tuple[int, int | None] | None:
-    """(jobs at a time, threads of each) of the launcher that a command line names; None for one on other machines."""
-    from polarlm.jobs.places import share_of_cores
-
-    given = dict(text.split("=", 1) for text in overrides if text.startswith("hydra") and "=" in text)
-    launcher = given.get("hydra/launcher", "basic")
-
-    def number(key: str) -> int | None:
-        value = given.get(f"hydra.launcher.{key}", "")
-        return int(value) if value.isdigit() else None
-
-    if launcher == "basic":
-        return 1, None
-    if launcher == "local":
-        return share_of_cores(number("jobs"), number("threads"))
-    return (number("n_jobs") or 2, 1) if launcher == "joblib" else None

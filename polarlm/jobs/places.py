@@ -27,12 +27,14 @@ class Here:
 
     outlives, waits = False, True
 
-    def __init__(self, at_once: int | None = None, threads: int | None = None, gpus: Sequence[str] = ()) -> None:
+    def __init__(
+        self, at_once: int | None = None, threads: int | None = None, gpus: Sequence[str] = (), most: int | None = None
+    ) -> None:
         for key, value in (("jobs", at_once), ("threads", threads)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UserError(f"{key}={value} must be a whole number ≥ 1, or null")
         self.gpus = list(gpus)
-        self.at_once, self.threads = share_of_cores(at_once or len(self.gpus) or None, threads)
+        self.at_once, self.threads = share_of_cores(at_once or len(self.gpus) or None, threads, most)
         self._used: dict[int, list[str]] = {}  # process → its GPUs
 
     def start(self, jobs: Sequence[JobSpec]) -> list[Handle]:
@@ -84,12 +86,15 @@ def job_environment(job: JobSpec) -> dict[str, str]:
     return {SWEPT_VARIABLE: " ".join(job.swept), RESULT_VARIABLE: str(job.result.resolve())}
 
 
-def share_of_cores(at_once: int | None, threads: int | None) -> tuple[int, int]:
-    """(jobs at a time, threads of each) for what was asked; by default OMP_NUM_THREADS each, or one job per core."""
+def share_of_cores(at_once: int | None, threads: int | None, most: int | None = None) -> tuple[int, int]:
+    """(jobs at a time, threads of each) for what was asked; by default OMP_NUM_THREADS each, or one job per core.
+
+    `most` jobs are there at all: fewer than there are cores share all of them.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     given = os.environ.get("OMP_NUM_THREADS", "")
     threads = threads or (int(given) if given.isdigit() and int(given) else None)
-    at_once = at_once or max(1, cores // (threads or 1))
+    at_once = at_once or max(1, min(cores // (threads or 1), most or cores))
     return at_once, threads or max(1, cores // at_once)
 
 
@@ -251,7 +256,7 @@ def cluster_settings(launcher: str, settings: Sequence[str]) -> dict[str, Any]:
     from polarlm.launch.overrides import compose, config_loader, plan_jobs
 
     loader = config_loader()
-    known = [name for name in loader.get_group_options("hydra/launcher") if name not in ("basic", "local", "joblib")]
+    known = [name for name in loader.get_group_options("hydra/launcher") if name not in ("basic", "local", "serial")]
     if launcher not in known:
         near = did_you_mean(launcher, ["local", *known])
         raise UserError(f"--on {launcher} does not exist. {near}Choices: {', '.join(['local', *known])}")

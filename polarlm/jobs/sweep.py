@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
-from hydra.experimental.callback import Callback
 from hydra.plugins.launcher import Launcher
 
 from polarlm.errors import JobsLeft, UserError, did_you_mean, typed_command
@@ -24,12 +23,13 @@ class Sweep:
 
     runs_dir: str = "runs"
     group: str = ""  # empty where nothing is trained (evaluations)
-    varied: list[str] = field(default_factory=list)
     identities: dict[tuple[str, ...], str] = field(default_factory=dict)  # overrides → identity
     stop_on_failure: bool = False
     retries: int = 0
     ended: list[tuple[str, str, str]] = field(default_factory=list)  # (status, overrides, result)
     left: bool = False  # jobs are still in a cluster's queue
+
+    unfinished: list[dict[str, Any]] = field(default_factory=list)  # configurations of the jobs that are left
 
     @property
     def failed(self) -> int:
@@ -42,36 +42,8 @@ class Sweep:
         else:
             self.ended.append(("finished", name, "" if loss is None else f"val loss {loss:.4f}"))
 
-    def refuse_after_failure(self) -> None:
-        """With jobs.stop_on_failure, refuse to start a job in this process once one has failed."""
-        if self.stop_on_failure and self.failed:
-            raise UserError("not started: an earlier job has failed (jobs.stop_on_failure)")
-
 
 current = Sweep()
-
-
-class SweepReport(Callback):
-    """Notes how each job of a sweep ended when it runs in this process; the engine notes its jobs itself."""
-
-    def __init__(self) -> None:
-        self.sweeping = False
-
-    def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
-        self.sweeping = True
-
-    def on_job_end(self, config: Any, job_return: JobReturn, **kwargs: Any) -> None:
-        if self.sweeping:
-            from polarlm.jobs.job import shown
-            from polarlm.runs.sweeps import key_of
-
-            overrides = list(job_return.overrides or [])
-            name = shown(overrides, current.varied or [key_of(text) for text in overrides])
-            if job_return.status == JobStatus.COMPLETED:
-                current.note(name, job_return.return_value, None)
-            else:
-                error = job_return._return_value
-                current.note(name, None, str(error) or type(error).__name__)
 
 
 class _EngineLauncher(Launcher):
@@ -90,7 +62,7 @@ class _EngineLauncher(Launcher):
         from polarlm.jobs.job import Ended, JobSpec, shown, varying
         from polarlm.runs.sweeps import key_of
 
-        folder = Path(self.config.hydra.sweep.dir)
+        folder = Path(self.config.hydra.sweep.dir) / current.group
         overrides = [[text for text in job if key_of(text) != "hydra/launcher"] for job in job_overrides]
         varied = varying(overrides)
         jobs = [
@@ -106,10 +78,12 @@ class _EngineLauncher(Launcher):
             )
             for number, texts in enumerate(overrides, start=initial_job_idx)
         ]
+        place = self.place(folder, overrides)
+        print_estimate(current.unfinished, place)
         try:
             ended = run_jobs(
                 jobs,
-                self.place(folder / current.group if current.group else folder, overrides),
+                place,
                 policy=Policy(current.stop_on_failure, current.retries),
                 on_end=lambda job, how: current.note(job.name, how.loss, how.error or None),
             )
@@ -128,7 +102,7 @@ class _EngineLauncher(Launcher):
 
 
 class LocalLauncher(_EngineLauncher):
-    """hydra/launcher=local: N jobs at a time on this machine."""
+    """hydra/launcher=local: N jobs at a time on this machine; hydra/launcher=serial: one."""
 
     def __init__(self, jobs: int | None = None, threads: int | None = None) -> None:
         from polarlm.jobs.places import Here
@@ -143,7 +117,7 @@ class LocalLauncher(_EngineLauncher):
         """Processes that share the cores and GPUs."""
         from polarlm.jobs.places import Here, gpus_for
 
-        return Here(self.jobs, self.threads, gpus_for(jobs))
+        return Here(self.jobs, self.threads, gpus_for(jobs), most=len(jobs))
 
 
 class SlurmLauncher(_EngineLauncher):
@@ -167,7 +141,6 @@ def print_sweep_plan(plan: Any, config_name: str) -> None:
     from polarlm.runs.sweeps import known_runs, sweep_group, write_plan
 
     good = [job for job in plan.jobs if job.config is not None]
-    current.varied = list(plan.varied)
     if config_name != "train" or not good:
         return
     first = good[0].config
@@ -198,26 +171,25 @@ def print_sweep_plan(plan: Any, config_name: str) -> None:
     for job in plan.jobs:
         if job.error is not None:
             print(fitted(f"  will fail: {job.error}", sys.stderr), file=sys.stderr)
-    print_estimate(plan, [job.config for job, state in zip(good, done) if state != "finished"])
+    current.unfinished = [job.config for job, state in zip(good, done) if state != "finished"]
 
 
-def print_estimate(plan: Any, configs: list[Any]) -> None:
+def print_estimate(configs: list[Any], place: Any) -> None:
     """How long the jobs that are left will take on this machine, where that is worth measuring."""
     from polarlm.columns import clock
-    from polarlm.jobs.estimate import seconds_of_jobs, side_by_side
+    from polarlm.jobs.estimate import seconds_of_jobs
 
-    place = side_by_side(plan.overrides)
-    if place is None or not configs:
+    if place.outlives or not configs:  # a cluster's machines are not this one
         return
-    jobs, threads = place
     try:
-        seconds = seconds_of_jobs(configs, threads)
+        seconds = seconds_of_jobs(configs, place.threads)
     except UserError:
         return  # a job that cannot be built says so itself
     if seconds:
-        longest = max(sum(seconds) / jobs, *seconds) if len(seconds) > 1 else seconds[0]
+        longest = max(sum(seconds) / place.at_once, *seconds) if len(seconds) > 1 else seconds[0]
         print(
-            f"  about {clock(longest)} of training, {jobs} at a time (a few measured steps; validation comes on top)",
+            f"  about {clock(longest)} of training, {place.at_once} at a time (a few measured steps; validation comes "
+            "on top)",
             file=sys.stderr,
         )
 
@@ -232,8 +204,7 @@ def failed_jobs() -> UserError | None:
 def print_sweep_summary() -> None:
     """Print one line per job, so that no failure scrolls away unseen, and the command that compares them.
 
-    Hydra's own hook is not called after a failure. Jobs that another launcher ran noted nothing here: they are told
-    from their run folders.
+    Jobs in a queue, or that a launcher of the user's own ran, are told from their run folders.
     """
     if current.ended and not current.left:
         width = max(len(overrides) for _, overrides, _ in current.ended)

@@ -124,7 +124,7 @@ def help_text(loader: Any, config_name: str) -> str:
     names = sorted(name for name in hydra.runtime.choices if not name.startswith("hydra"))
     lines = [line for name in names for line in _choices(name, sorted(loader.get_group_options(name)))]
     if config_name == "train":
-        lines += _choices("hydra/launcher", ["basic", "joblib", "local", "slurm"])  # how a sweep's jobs are run
+        lines += _choices("hydra/launcher", ["local", "serial", "slurm"])  # how a sweep's jobs are run
     text = string.Template(hydra.help.template).safe_substitute(APP_CONFIG_GROUPS="\n".join(lines) + "\n")
     for verb in ("train", "eval"):
         text = text.replace(f"python {verb}.py", typed_command(verb))
@@ -204,7 +204,6 @@ def _job(task: Task, typed: list[str]) -> Task:
 
         sys.argv = typed
         try:
-            sweep.current.refuse_after_failure()
             return task(cfg)
         except Exception as error:
             if HydraConfig.get().mode == RunMode.MULTIRUN:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from polarlm.data.early import require_enough_text, require_tokenizer
 from polarlm.data.source import require_text
 from polarlm.errors import UserError, typed_command
 from polarlm.evaluation.metrics import METRICS, formatted
-from polarlm.jobs.job import start_job, stop_job
 from polarlm.launch.check import check_train, require_memory
 from polarlm.launch.overrides import named_choices
 from polarlm.runs.files import read_json
@@ -48,13 +46,8 @@ def train_job(cfg: DictConfig) -> float:
     require_packages(config)
     require_tokenizer(config["tokenizer"])
     require_enough_text(config["data"], config["tokenizer"], config["model"]["context"])
-    if hydra.mode == RunMode.MULTIRUN:
-        if config["trainer"]["devices"] != 1 or config["trainer"]["nodes"] != 1:
-            return train_in_own_process(list(hydra.overrides.task))
-        try:
-            return train_and_print(config)
-        finally:
-            forget_compiled_code()  # compiled code of one job must not reach the next
+    if hydra.mode == RunMode.MULTIRUN and (config["trainer"]["devices"], config["trainer"]["nodes"]) != (1, 1):
+        raise UserError("trainer.devices and trainer.nodes above 1 need hydra/launcher=serial, local or slurm")
     return train_and_print(config)
 
 
@@ -67,13 +60,6 @@ def require_start(where: str | None) -> None:
         raise UserError(
             f"init_from={where} holds no run; give a run folder, or a .ckpt or .safetensors file inside one."
         )
-
-
-def forget_compiled_code() -> None:
-    """Empty the compiler's memory."""
-    import torch
-
-    torch._dynamo.reset()
 
 
 def already_finished(folder: Path) -> float:
@@ -129,24 +115,6 @@ def train_and_print(config: dict[str, Any]) -> float:
     if config["group"] is None:  # a sweep ends with its own table
         print(next_steps(result.folder))
     return float(result.summary["val/loss"])
-
-
-def train_in_own_process(overrides: list[str]) -> float:
-    """A sweep's job with several processes: started on its own, so that its ranks do not start the sweep again."""
-    from hydra.core.hydra_config import HydraConfig
-
-    with tempfile.TemporaryDirectory() as place:
-        result = Path(place) / "folder"
-        environment = {RESULT_VARIABLE: str(result), SWEPT_VARIABLE: " ".join(sorted(command_overrides()[1]))}
-        process = start_job([*overrides, f"hydra.job.name={HydraConfig.get().job.name}"], environment)
-        try:
-            code = process.wait()
-        finally:
-            stop_job(process)
-        if code:
-            raise UserError(f"the job ended with exit code {code}; its own output above says why")
-        folder = Path(result.read_text(encoding="utf-8"))
-    return float(read_json(folder / "summary.json")["val/loss"])
 
 
 # -- the table at the end of a run ------------------------------------------------------------------------------------

@@ -44,16 +44,6 @@ def test_short_sweeps_are_not_measured(base):
     assert estimate.seconds_of_jobs([varied(base, steps=20)]) is None
 
 
-def test_jobs_at_a_time_follow_the_launcher():
-    assert estimate.side_by_side(["seed=1,2"]) == (1, None)
-    assert estimate.side_by_side(["hydra/launcher=local", "hydra.launcher.jobs=3", "hydra.launcher.threads=2"]) == (
-        3,
-        2,
-    )
-    assert estimate.side_by_side(["hydra/launcher=joblib", "hydra.launcher.n_jobs=4"]) == (4, 1)
-    assert estimate.side_by_side(["hydra/launcher=slurm"]) is None
-
-
 @pytest.mark.parametrize(("tokenizer", "size"), [("byte", 257), ("gpt2", 50257), ("char", 100)])
 def test_a_step_is_measured_with_the_vocabulary_that_the_tokenizer_will_have(tokenizer, size):
     (job,) = plan_jobs(config_loader(), "train", [f"tokenizer={tokenizer}"], multirun=False).jobs

@@ -15,8 +15,9 @@ import yaml
 
 from polarlm.errors import UserError
 from polarlm.jobs.job import JobSpec, outcome_of, shown, varying
+from polarlm.jobs.places import Here
 from polarlm.jobs.sweep import LocalLauncher, Sweep, show_status
-from polarlm.launch.overrides import config_loader, plan_jobs
+from polarlm.launch.overrides import compose, config_loader, plan_jobs
 from polarlm.runs.identity import identity_of
 from polarlm.runs.sweeps import find_finished, write_plan
 
@@ -127,15 +128,28 @@ def test_only_varying_keys_are_shown():
     assert varying(jobs) == ["seed"] and shown(jobs[1], ["seed"]) == "seed=2"
 
 
-def test_after_a_failure_no_job_is_started_in_this_process_when_failing_fast():
-    patient, fast = Sweep(), Sweep(stop_on_failure=True)
-    for sweep in (patient, fast):
-        sweep.note("seed=1", 1.5, None)
-        sweep.refuse_after_failure()
-        sweep.note("seed=2", None, "out of memory")
-    patient.refuse_after_failure()
-    with pytest.raises(UserError, match=r"not started: an earlier job has failed \(jobs.stop_on_failure\)"):
-        fast.refuse_after_failure()
+def test_every_sweep_goes_through_the_engine_and_shares_out_the_cores(monkeypatch):
+    """Also the default launcher, which runs one job after the other."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    jobs = [["trainer=cpu", f"seed={seed}"] for seed in (1, 2, 3)]
+    for typed, at_once, threads in (
+        ([], 1, 8),
+        (["hydra/launcher=local"], 3, 2),
+        (["hydra/launcher=local", "hydra.launcher.jobs=2"], 2, 4),
+    ):
+        chosen = compose(config_loader(), "train", typed).hydra.launcher
+        assert str(chosen["_target_"]) == "hydra_plugins.polarlm_local.LocalLauncher"
+        place = LocalLauncher(chosen["jobs"], chosen["threads"]).place(Path(), jobs)
+        assert (place.at_once, place.threads) == (at_once, threads)
+
+
+def test_the_estimate_of_a_sweep_counts_the_jobs_that_run_at_a_time(monkeypatch, capsys):
+    from polarlm.jobs import sweep
+
+    monkeypatch.setattr("polarlm.jobs.estimate.seconds_of_jobs", lambda configs, threads: [60.0] * len(configs))
+    sweep.print_estimate([{}] * 4, Here(2, 1))
+    assert "about 2:00 of training, 2 at a time" in capsys.readouterr().err
 
 
 def test_the_command_that_compares_a_sweep_is_printed_at_its_end(tmp_path, monkeypatch, capsys):
