@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from polarlm.processor import avoid_broken_tiles
+from polarlm.startup import avoid_broken_tiles
 
 if TYPE_CHECKING:
     from polarlm.model.layers import PolarBlock, PolarSelfAttention

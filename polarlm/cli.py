@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 import polarlm
 from polarlm.errors import JobsLeft, UserError, did_you_mean, is_wrong_input
-from polarlm.quick_start import skip_unused_libraries
-from polarlm.visible import visible_stdout, visible_text
+from polarlm.printing import visible_stdout, visible_text
+from polarlm.startup import skip_unused_libraries
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -99,7 +99,7 @@ def settings_of(
     question: Question, part: Part, variant: str, tune: Tuning | None = None, extra: Sequence[str] = ()
 ) -> list[str]:
     """The overrides of a variant; a later one for the same key wins."""
-    from polarlm.runs.sweeps import key_of
+    from polarlm.runs.identity import key_of
 
     given = [*question.settings, *part.settings, *part.variants[variant], *(tune.settings if tune else ()), *extra]
     return list({key_of(text): text for text in given}.values())

@@ -11,8 +11,8 @@ from typing import Any
 
 from polarlm.errors import UserError
 from polarlm.runs.reading import Run
+from polarlm.verdict.budget import Gain
 from polarlm.verdict.comparison import Comparison, adjust, compare_seeds
-from polarlm.verdict.currencies import Gain
 from polarlm.verdict.evidence import Estimate, estimate_mean
 from polarlm.verdict.groups import Group, group_runs
 from polarlm.verdict.headline import headline

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from polarlm.runs.files import write_text
-from polarlm.runs.sweeps import key_of
-from polarlm.verdict.currencies import Gain
+from polarlm.runs.identity import key_of
+from polarlm.verdict.budget import Gain
 from polarlm.verdict.sentences import probability
 from study.compute import SIZES, Laws, fit_laws, settings_of_parts
 from study.judge import JudgedPart, Line, check_known, judge_part

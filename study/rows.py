@@ -10,12 +10,10 @@ from typing import Any
 import numpy as np
 
 from polarlm.evaluation.metrics import METRICS
-from polarlm.runs.evaluations import read_evaluations
 from polarlm.runs.files import json_object
-from polarlm.runs.identity import experiment_of, flatten, identity_of
-from polarlm.runs.metrics import read_incidents
+from polarlm.runs.identity import experiment_of, flatten, identity_of, key_of
+from polarlm.runs.measurements import read_evaluations, read_incidents
 from polarlm.runs.reading import Run, read_run
-from polarlm.runs.sweeps import key_of
 from study.plan import PlannedRun, Question
 
 IDENTITY_DIGITS = 16

@@ -14,7 +14,7 @@ from polarlm.errors import UserError
 from polarlm.jobs.engine import Place, Policy, run_jobs
 from polarlm.jobs.job import FINISHED, Ended, JobSpec
 from polarlm.runs.files import read_json
-from polarlm.runs.sweeps import known_runs
+from polarlm.runs.identity import known_runs
 from study.jobs import Planner
 from study.plan import PlannedRun, Question
 from study.rows import IDENTITY_DIGITS, asked_protocols, row_of, settings_of_run, wanted_evaluations
@@ -162,8 +162,8 @@ def estimate(study: Any, at_once: int, threads: int) -> str:
     """A sentence, or nothing where nothing is left or what is left needs a GPU that is not here."""
     import torch
 
-    from polarlm.columns import clock
     from polarlm.jobs.estimate import seconds_of_jobs
+    from polarlm.printing import clock
 
     left = list(missing(study).values())
     if not torch.cuda.is_available() and any(config["trainer"]["accelerator"] == "gpu" for config in left):

@@ -22,7 +22,7 @@ import numpy as np
 
 from polarlm.errors import UserError
 from polarlm.runs.files import read_json, write_text
-from polarlm.runs.metrics import AXES, Metrics
+from polarlm.runs.measurements import AXES, Metrics
 from polarlm.runs.reading import Run
 from study.plan import Question
 

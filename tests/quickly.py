@@ -1,5 +1,5 @@
 """Imported first: the processes of tests start as our programs do."""
 
-from polarlm.quick_start import skip_unused_libraries
+from polarlm.startup import skip_unused_libraries
 
 skip_unused_libraries()

@@ -1,6 +1,6 @@
 """Nothing a model writes can move the cursor, colour the screen or hide text."""
 
-from polarlm.visible import visible_text
+from polarlm.printing import visible_text
 
 
 def test_control_characters_are_shown_and_text_is_left_alone():

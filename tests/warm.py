@@ -8,7 +8,7 @@ import tokenizers
 
 import polarlm.data.bpe
 import polarlm.diagnostics
-import polarlm.evaluation.baselines
+import polarlm.evaluation.breakdowns
 import polarlm.jobs.engine
 import polarlm.jobs.places
 import polarlm.launch.entry

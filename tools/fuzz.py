@@ -95,10 +95,10 @@ def as_before_parts(path: Path) -> None:
 def read_folder(folder: Path, *, thorough: bool) -> None:
     """What the verbs do with a run folder that somebody gives them; describing and exporting it take a second."""
     from polarlm.runs.export.folder import export_run
+    from polarlm.runs.identity import known_runs
     from polarlm.runs.inspection import describe_run
     from polarlm.runs.reading import read_run
     from polarlm.runs.restore import restore_run
-    from polarlm.runs.sweeps import known_runs
     from polarlm.verdict.groups import group_runs
 
     known_runs(folder.parent)

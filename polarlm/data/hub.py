@@ -20,7 +20,7 @@ from polarlm.data.readers import Unit, file_units
 from polarlm.data.tables import dataset_pieces
 from polarlm.errors import UserError
 from polarlm.network import reachable
-from polarlm.visible import say_once
+from polarlm.printing import say_once
 
 if TYPE_CHECKING:
     from polarlm.data.tokenizer import TokenizerConfig

@@ -22,8 +22,7 @@ from polarlm.data.atomic import allowed_in_memory, require_allowed
 from polarlm.data.hub import local_copy
 from polarlm.errors import UserError
 from polarlm.evaluation.metrics import Tally, TextSize
-from polarlm.evaluation.scores import BATCH_TOKENS
-from polarlm.evaluation.text import Text
+from polarlm.evaluation.scores import BATCH_TOKENS, Text
 from polarlm.model import GPT
 
 

@@ -11,8 +11,7 @@ import numpy as np
 from polarlm.errors import UserError
 from polarlm.evaluation.breakdowns import loss_by_position
 from polarlm.evaluation.metrics import measure
-from polarlm.evaluation.scores import WindowBatch, score_batches, score_text, window_batches
-from polarlm.evaluation.text import Text
+from polarlm.evaluation.scores import Text, WindowBatch, score_batches, score_text, window_batches
 from polarlm.ignored import IGNORED
 from polarlm.model import GPT
 

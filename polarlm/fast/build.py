@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from polarlm.locations import cache_folder
-from polarlm.processor import processor
+from polarlm.startup import processor
 
 try:
     import fcntl

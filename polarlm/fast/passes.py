@@ -19,7 +19,7 @@ from polarlm.attention.projections import rotated_heads
 from polarlm.model.feed_forward import feed_forward
 from polarlm.model.norm import rms_norm
 from polarlm.operations import faster, plain
-from polarlm.processor import processor
+from polarlm.startup import processor
 
 from .build import library
 from .native_backend import parallel, unbuilt

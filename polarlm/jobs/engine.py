@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from polarlm.columns import clock
 from polarlm.errors import JobsLeft
 from polarlm.jobs.job import FAILED, FINISHED, STOPPED, Ended, JobSpec, outcome_of, reuse_finished
+from polarlm.printing import clock, visible_text
+from polarlm.runs.identity import folder_of_run
 from polarlm.runs.lock import is_locked
-from polarlm.runs.sweeps import folder_of_run
-from polarlm.visible import visible_text
 
 POLL = 0.2  # seconds between two looks at the running jobs
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.runs.files import read_json
+from polarlm.runs.identity import folder_of_run, key_of
 from polarlm.runs.lock import PATIENCE_VARIABLE
-from polarlm.runs.sweeps import folder_of_run, key_of
 from polarlm.training.ranks import FOLDER_VARIABLE
 
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"

@@ -16,7 +16,7 @@ from polarlm.errors import UserError, did_you_mean
 from polarlm.jobs.engine import Handle, Place
 from polarlm.jobs.job import JobSpec, end_group, start_job, stop_job
 from polarlm.runs.files import is_alive, json_object, write_json
-from polarlm.runs.sweeps import RESULT_VARIABLE, SWEPT_VARIABLE
+from polarlm.runs.identity import RESULT_VARIABLE, SWEPT_VARIABLE
 
 SUBMITTED = "submitted.json"  # key of a job → its id on the cluster
 OURS = ("_target_", "cluster", "wait", "submitit_folder", "max_num_timeout")  # the rest is the executor's

@@ -14,7 +14,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 
 from polarlm.errors import JobsLeft, UserError, did_you_mean, typed_command
-from polarlm.visible import fitted, visible_text
+from polarlm.printing import fitted, visible_text
 
 
 @dataclass
@@ -60,7 +60,7 @@ class _EngineLauncher(Launcher):
         """Run every job; a failed one does not stop the others, unless jobs.stop_on_failure is set."""
         from polarlm.jobs.engine import Policy, run_jobs
         from polarlm.jobs.job import Ended, JobSpec, shown, varying
-        from polarlm.runs.sweeps import key_of
+        from polarlm.runs.identity import key_of
 
         folder = Path(self.config.hydra.sweep.dir) / current.group
         overrides = [[text for text in job if key_of(text) != "hydra/launcher"] for job in job_overrides]
@@ -137,8 +137,7 @@ class SlurmLauncher(_EngineLauncher):
 
 def print_sweep_plan(plan: Any, config_name: str) -> None:
     """Say what a sweep is going to do, and keep it for `polarlm sweep status`."""
-    from polarlm.runs.identity import identity_of
-    from polarlm.runs.sweeps import known_runs, sweep_group, write_plan
+    from polarlm.runs.identity import identity_of, known_runs, sweep_group, write_plan
 
     good = [job for job in plan.jobs if job.config is not None]
     if config_name != "train" or not good:
@@ -176,8 +175,8 @@ def print_sweep_plan(plan: Any, config_name: str) -> None:
 
 def print_estimate(configs: list[Any], place: Any) -> None:
     """How long the jobs that are left will take on this machine, where that is worth measuring."""
-    from polarlm.columns import clock
     from polarlm.jobs.estimate import seconds_of_jobs
+    from polarlm.printing import clock
 
     if place.outlives or not configs:  # a cluster's machines are not this one
         return
@@ -252,8 +251,8 @@ def show_status(options: argparse.Namespace) -> int:
 def print_states(runs_dir: str, group: str, out: Any) -> list[str]:
     """One line per planned job from what its run folder says; returns the states."""
     from polarlm.jobs.job import shown
+    from polarlm.runs.identity import known_runs, read_plan
     from polarlm.runs.lock import writer_is_gone
-    from polarlm.runs.sweeps import known_runs, read_plan
 
     plan = read_plan(runs_dir, group)
     if plan is None:

@@ -19,7 +19,7 @@ from polarlm.jobs.engine import Policy, run_jobs
 from polarlm.jobs.job import FINISHED, Ended, JobSpec
 from polarlm.jobs.places import add_place_options, chosen_place
 from polarlm.runs.files import json_lines
-from polarlm.runs.sweeps import folder_of_run
+from polarlm.runs.identity import folder_of_run
 
 FEWEST = 3  # finished runs before one can fall behind them
 DESCRIPTION = """Optuna proposes values of one setting. Every value is trained; runs that fall behind stop early.

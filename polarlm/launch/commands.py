@@ -51,7 +51,7 @@ def harness(options: argparse.Namespace) -> int:
     from importlib.metadata import version
 
     from polarlm.evaluation.harness import run_tasks
-    from polarlm.runs.evaluations import write_evaluation
+    from polarlm.runs.measurements import write_evaluation
     from polarlm.runs.restore import restore_run
 
     run = restore_run(options.folder, options.device)

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.columns import aligned
 from polarlm.data.corpus import Corpus, build_corpus, find_damage, prepared_corpus
 from polarlm.data.order import Permutation, key
 from polarlm.data.store import TokenStore
 from polarlm.errors import UserError
+from polarlm.printing import aligned
 
 _BAR = 40
 

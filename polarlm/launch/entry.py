@@ -16,8 +16,8 @@ from omegaconf import DictConfig
 from polarlm.errors import JobsLeft, UserError, did_you_mean, is_wrong_input, typed_command
 from polarlm.jobs import sweep
 from polarlm.jobs.job import watch_parent
-from polarlm.quick_start import skip_unused_libraries
-from polarlm.visible import visible_stdout, visible_text
+from polarlm.printing import visible_stdout, visible_text
+from polarlm.startup import skip_unused_libraries
 
 Task = Callable[[DictConfig], float]
 

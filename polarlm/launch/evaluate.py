@@ -11,10 +11,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from polarlm.columns import aligned
 from polarlm.data.source import require_text
 from polarlm.errors import UserError, did_you_mean, typed_command
 from polarlm.evaluation.metrics import METRICS, formatted
+from polarlm.printing import aligned
 
 # What PROTOCOLS of launch/protocols.py answers; here so that a wrong name is told before anything heavy is imported.
 PROTOCOL_NAMES = (
@@ -95,7 +95,7 @@ def find_checkpoints(places: Sequence[str]) -> list[str]:
 def judge(checkpoint: str, names: Sequence[str], options: dict[str, Any]) -> list[dict[str, Any]]:
     """The records of one checkpoint, printed and written to its run folder."""
     from polarlm.launch.protocols import PROTOCOLS, EvaluationTask, corpus_for
-    from polarlm.runs.evaluations import write_evaluation
+    from polarlm.runs.measurements import write_evaluation
     from polarlm.runs.restore import restore_run
 
     run = restore_run(checkpoint, options["device"])

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from omegaconf import OmegaConf
 from polarlm.errors import UserError
 from polarlm.runs.files import read_json
 from polarlm.runs.identity import SOLVED, experiment_of
-from polarlm.verdict.budget import MATCHED_TO, Match, match_steps, match_width
 
+MATCHED_TO = 0.005  # how close it must come (relative)
 WIDTHS = (64, 32, 16, 8, 4, 2, 1)  # the coarsest step that comes near enough: matrix units like round numbers
 
 
@@ -136,3 +137,57 @@ def _once(path: Path, measure: Callable[[], dict[str, float]]) -> dict[str, floa
         finally:
             beside.unlink()
     return read_json(path)
+
+
+@dataclass(frozen=True)
+class Match:
+    """A setting that makes a budget equal to a reference: its value, what it costs, and how far that is off."""
+
+    value: int
+    cost: float
+    gap: float
+
+
+def match_width(
+    cost: Callable[[int], float], target: float, *, what: str, multiple: int = 1, most: int = 1 << 20
+) -> Match:
+    """The multiple of `multiple` whose `cost(width)` (parameters or FLOPs, growing in width) is nearest to `target`.
+
+    Raises a UserError when no width comes within 0.5 %: the block alone is too dear, or the steps are too coarse.
+    """
+    low, high = 1, 1
+    if cost(multiple) > target * (1 + MATCHED_TO):
+        raise UserError(
+            f"match={what}: with a feed-forward width of only {multiple} this block has {cost(multiple):.4g} {what}, "
+            f"the reference {target:.4g}; choose fewer layers, a smaller model.d_model, or another match="
+        )
+    while cost(high * multiple) < target and high * multiple < most:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if cost(middle * multiple) < target else (low, middle)
+    best = min((low * multiple, high * multiple), key=lambda width: abs(cost(width) - target))
+    match = Match(best, cost(best), cost(best) / target - 1)
+    if abs(match.gap) > MATCHED_TO:
+        raise UserError(
+            f"match={what}: the nearest feed-forward width, {best}, gives {match.cost:.4g} {what} instead of "
+            f"{target:.4g} ({_signed(match.gap)}, allowed are ±{100 * MATCHED_TO:g} %); "
+            "widths in finer steps or a larger model would come closer"
+        )
+    return match
+
+
+def match_steps(seconds_per_step: float, target_seconds: float) -> Match:
+    """The number of steps that takes as long as the reference run."""
+    steps = max(1, round(target_seconds / seconds_per_step))
+    match = Match(steps, steps * seconds_per_step, steps * seconds_per_step / target_seconds - 1)
+    if abs(match.gap) > MATCHED_TO:
+        raise UserError(
+            f"match=seconds: {steps} steps take {match.cost:.4g} s instead of {target_seconds:.4g} s "
+            f"({_signed(match.gap)}); a reference run of more than {round(1 / MATCHED_TO / 2)} steps can be matched"
+        )
+    return match
+
+
+def _signed(fraction: float) -> str:
+    return f"{100 * fraction:+.1f} %".replace("-", "−")

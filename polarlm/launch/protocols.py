@@ -15,9 +15,13 @@ import numpy as np
 from polarlm.data import Corpus, build_corpus
 from polarlm.data.corpus import corpus_in_cache
 from polarlm.errors import UserError
-from polarlm.evaluation.baselines import ngram_losses
-from polarlm.evaluation.breakdowns import loss_by_frequency, loss_by_position, losses_of_documents
-from polarlm.evaluation.calibration import calibration
+from polarlm.evaluation.breakdowns import (
+    calibration,
+    loss_by_frequency,
+    loss_by_position,
+    losses_of_documents,
+    ngram_losses,
+)
 from polarlm.evaluation.downstream import (
     BLIMP_FILE,
     LAMBADA_FILE,
@@ -29,8 +33,7 @@ from polarlm.evaluation.downstream import (
 )
 from polarlm.evaluation.metrics import measure
 from polarlm.evaluation.robustness import loss_by_corruption, loss_by_length, shuffling_control
-from polarlm.evaluation.scores import Scores, score_text
-from polarlm.evaluation.text import Text, read_text
+from polarlm.evaluation.scores import Scores, Text, read_text, score_text
 from polarlm.locations import CONFIGS, shipped_settings
 from polarlm.runs.files import read_json
 from polarlm.runs.restore import RestoredRun
@@ -151,7 +154,7 @@ def run_calibration(task: EvaluationTask) -> Answer:
 
 def run_confidence(task: EvaluationTask) -> Answer:
     """Correlation of magnitude and evidence with loss and entropy, per layer."""
-    from polarlm.diagnostics.confidence import confidence
+    from polarlm.diagnostics.probe import confidence
 
     return Answer(_plain(task), {"confidence": confidence(task.run.model, task.text, mask_documents=task.masked)})
 

@@ -9,25 +9,24 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from polarlm.columns import clock, indented, short
 from polarlm.data.early import require_enough_text, require_tokenizer
 from polarlm.data.source import require_text
 from polarlm.errors import UserError, typed_command
 from polarlm.evaluation.metrics import METRICS, formatted
 from polarlm.launch.check import check_train, require_memory
 from polarlm.launch.overrides import named_choices
+from polarlm.printing import clock, fitted, indented, short
 from polarlm.runs.files import read_json
-from polarlm.runs.identity import default_name
-from polarlm.runs.sweeps import (
+from polarlm.runs.identity import (
     RESULT_VARIABLE,
     SWEPT_VARIABLE,
     command_overrides,
+    default_name,
     find_finished,
     sweep_group,
     swept_values,
 )
 from polarlm.targets import require_packages
-from polarlm.visible import fitted
 
 
 def train_job(cfg: DictConfig) -> float:

@@ -229,8 +229,7 @@ def is_search(run: Run) -> bool:
 
 def _of_sweep(runs: list[Run], name: str) -> list[Run]:
     """The runs of a sweep by the plan that it keeps in .sweeps/<name>/plan.json beside its runs."""
-    from polarlm.runs.identity import identity_of
-    from polarlm.runs.sweeps import read_plan
+    from polarlm.runs.identity import identity_of, read_plan
 
     places = sorted({run.folder.parent for run in runs})
     plans = [plan for place in places if (plan := read_plan(place, name))]

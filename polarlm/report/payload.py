@@ -15,7 +15,7 @@ from polarlm.report.captions import validation_caption
 from polarlm.report.quantities import Quantity, quantity_named
 from polarlm.report.records import curve_panels
 from polarlm.report.verdict_data import verdict_data
-from polarlm.runs.metrics import StoredProbe
+from polarlm.runs.measurements import StoredProbe
 from polarlm.runs.reading import Run
 from polarlm.verdict.groups import Group
 from polarlm.verdict.judgement import UNEQUAL, Judgement

@@ -9,8 +9,8 @@ import numpy as np
 
 from polarlm.evaluation.metrics import METRICS
 from polarlm.report.tables import Table, show_estimate
-from polarlm.runs.evaluations import FOLDER
 from polarlm.runs.files import json_object
+from polarlm.runs.measurements import FOLDER
 from polarlm.verdict.evidence import estimate_mean
 from polarlm.verdict.groups import Group
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polarlm.columns import aligned
+from polarlm.printing import aligned
 from polarlm.report.captions import shared_caption, usual_caption
 from polarlm.verdict.evidence import Estimate
 from polarlm.verdict.groups import Group, config_differences, show

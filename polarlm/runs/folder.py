@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 from polarlm.data.atomic import flush_folder
 from polarlm.errors import UserError
 from polarlm.runs.files import folder_beside, json_object, read_config, read_json, write_config, write_json
-from polarlm.runs.identity import default_name, differences, experiment_of, identity_of
+from polarlm.runs.identity import default_name, differences, experiment_of, identity_of, run_folders
 from polarlm.runs.lock import RunLock, lock_folder
-from polarlm.runs.sweeps import run_folders
 
 if TYPE_CHECKING:
     from polarlm.data import Corpus

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polarlm.columns import indented
 from polarlm.locations import CONFIGS
 from polarlm.model import GPT
+from polarlm.printing import indented
 from polarlm.runs.identity import flatten
 from polarlm.runs.restore import RestoredRun
 

@@ -19,7 +19,7 @@ from polarlm.data.atomic import parse_json
 from polarlm.errors import UserError
 from polarlm.runs.files import parse_config, printable, require_plain_files
 from polarlm.runs.identity import flatten, with_additions
-from polarlm.runs.metrics import MAX_PROBES, Metrics, StoredProbe, read_metrics, read_probes
+from polarlm.runs.measurements import MAX_PROBES, Metrics, StoredProbe, read_metrics, read_probes
 
 FILES = ("config.yaml", "summary.json", "metrics.jsonl", "diagnostics/probe.jsonl")
 # A run that says "running" but has not written for so long was killed (or its machine went away).

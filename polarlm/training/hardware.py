@@ -14,7 +14,7 @@ from torch import Tensor
 
 from polarlm.errors import UserError
 from polarlm.locations import cache_folder
-from polarlm.processor import processor
+from polarlm.startup import processor
 
 ASKED = "as asked"
 WORTH_A_FORMAT = 1.3  # bf16 products this much faster than fp32 ones are worth a hint

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from polarlm.errors import UserError
 from polarlm.runs.checkpoints import step_files
 from polarlm.runs.files import write_json
-from polarlm.runs.metrics import FILE, read_incidents
+from polarlm.runs.measurements import FILE, read_incidents
 
 WINDOW = 100  # steps that a loss is compared with
 FEWEST = 30  # of them, before anything is called a jump

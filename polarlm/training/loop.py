@@ -15,13 +15,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from polarlm.printing import fitted
 from polarlm.runs.checkpoints import SafeCheckpointIO, call_last, candidates, newest_usable, remove_old, step_file
 from polarlm.runs.files import json_lines, read_json, write_json
 from polarlm.runs.folder import open_run
-from polarlm.runs.identity import refuse_secrets
-from polarlm.runs.metrics import detours
+from polarlm.runs.identity import RESULT_VARIABLE, refuse_secrets
+from polarlm.runs.measurements import detours
 from polarlm.runs.restore import load_weights, restore_run, save_weights
-from polarlm.runs.sweeps import RESULT_VARIABLE
 from polarlm.training.callbacks import GracefulStop, Probing, RecordBackend, SignOfLife, Steps, Validation
 from polarlm.training.checkpointing import Checkpointing
 from polarlm.training.hardware import use_tensor_cores
@@ -40,7 +40,6 @@ from polarlm.training.ranks import (
     shared_folder,
 )
 from polarlm.training.recorder import Recorder
-from polarlm.visible import fitted
 
 
 @dataclass(frozen=True)
@@ -213,7 +212,7 @@ def build_strategy(name: str, processes: int) -> Any:
 
 def finish(job: Job, folder: Path, pictures: Callable[[Path], Any] | None = None) -> dict[str, Any]:
     """Write weights for sharing, a sample and pictures; the summary says `finished` only after all of them."""
-    from polarlm.evaluation.baselines import baseline_metrics
+    from polarlm.evaluation.breakdowns import baseline_metrics
     from polarlm.evaluation.generate import Sampling, answered_example, stream_text
 
     config = job.config

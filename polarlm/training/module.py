@@ -22,7 +22,7 @@ from torch import Tensor
 
 from polarlm.data.module import EvalLoader
 from polarlm.evaluation.metrics import Tally, TextSize, measure
-from polarlm.evaluation.text import text_size
+from polarlm.evaluation.scores import text_size
 from polarlm.ignored import IGNORED
 from polarlm.locations import CONFIGS
 from polarlm.model import GPT

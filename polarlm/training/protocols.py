@@ -58,7 +58,7 @@ class Length(Protocol):
 
     def measure(self, model: Any, corpus: Any) -> dict[str, float]:
         from polarlm.evaluation.robustness import loss_by_length
-        from polarlm.evaluation.text import read_text
+        from polarlm.evaluation.scores import read_text
 
         scores = loss_by_length(model, read_text(corpus.store("val"), corpus.tokenizer, self.tokens), self.lengths)
         pairs = zip(scores["factor"], scores["metrics"])

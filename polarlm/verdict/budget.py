@@ -1,14 +1,16 @@
-"""Fair budgets: what two runs may spend, whether that is equal, and the width or length that makes it equal."""
+"""Budgets: whether two runs spent the same, and the tokens, FLOPs and seconds that a better block saves."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from polarlm.errors import UserError
+import numpy as np
+
+from polarlm.verdict.comparison import BETTER, NOT_SHOWN, WORSE
+from polarlm.verdict.evidence import Estimate, estimate_mean
 
 # How far two budgets may be apart and still be called equal (relative).
 TOLERANCE = {"parameters": 0.02, "tokens": 0.01, "FLOPs": 0.05, "seconds": 0.05}
-# How close `match=` must come (relative).
-MATCHED_TO = 0.005
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def is_fair(gaps: Mapping[str, float | None]) -> bool:
 def describe_budgets(gaps: Mapping[str, float | None]) -> str:
     """Name which budgets are equal, which are not and by how much, and which are unknown."""
     equal = equal_budgets(gaps)
-    different = [f"{n} {_percent(g)}" for n, g in gaps.items() if g is not None and n not in equal]
+    different = [f"{n} {percent(g)}" for n, g in gaps.items() if g is not None and n not in equal]
     unknown = [n for n, g in gaps.items() if g is None]
     listed = (("Equal", equal), ("Not equal", different), ("Unknown", unknown))
     return " ".join(f"{word}: {', '.join(names)}." for word, names in listed if names)
@@ -55,62 +57,106 @@ def describe_budgets(gaps: Mapping[str, float | None]) -> str:
 
 def unfair_reason(gaps: Mapping[str, float | None]) -> str:
     """Why a pair is not a comparison of blocks alone."""
-    different = [f"{n} {_percent(g)}" for n, g in gaps.items() if g is not None and abs(g) > TOLERANCE[n]]
+    different = [f"{n} {percent(g)}" for n, g in gaps.items() if g is not None and abs(g) > TOLERANCE[n]]
     return (
         f"unequal budgets ({', '.join(different)}): neither parameters and tokens, nor FLOPs, nor seconds are equal; "
         "train with match=parameters, match=flops or match=seconds"
     )
 
 
-@dataclass(frozen=True)
-class Match:
-    """A setting that makes a budget equal to a reference: its value, what it costs, and how far that is off."""
-
-    value: int
-    cost: float
-    gap: float
-
-
-def match_width(
-    cost: Callable[[int], float], target: float, *, what: str, multiple: int = 1, most: int = 1 << 20
-) -> Match:
-    """The multiple of `multiple` whose `cost(width)` (parameters or FLOPs, growing in width) is nearest to `target`.
-
-    Raises a UserError when no width comes within 0.5 %: the block alone is too dear, or the steps are too coarse.
-    """
-    low, high = 1, 1
-    if cost(multiple) > target * (1 + MATCHED_TO):
-        raise UserError(
-            f"match={what}: with a feed-forward width of only {multiple} this block has {cost(multiple):.4g} {what}, "
-            f"the reference {target:.4g}; choose fewer layers, a smaller model.d_model, or another match="
-        )
-    while cost(high * multiple) < target and high * multiple < most:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if cost(middle * multiple) < target else (low, middle)
-    best = min((low * multiple, high * multiple), key=lambda width: abs(cost(width) - target))
-    match = Match(best, cost(best), cost(best) / target - 1)
-    if abs(match.gap) > MATCHED_TO:
-        raise UserError(
-            f"match={what}: the nearest feed-forward width, {best}, gives {match.cost:.4g} {what} instead of "
-            f"{target:.4g} ({_percent(match.gap)}, allowed are ±{100 * MATCHED_TO:g} %); "
-            "widths in finer steps or a larger model would come closer"
-        )
-    return match
-
-
-def match_steps(seconds_per_step: float, target_seconds: float) -> Match:
-    """The number of steps that takes as long as the reference run."""
-    steps = max(1, round(target_seconds / seconds_per_step))
-    match = Match(steps, steps * seconds_per_step, steps * seconds_per_step / target_seconds - 1)
-    if abs(match.gap) > MATCHED_TO:
-        raise UserError(
-            f"match=seconds: {steps} steps take {match.cost:.4g} s instead of {target_seconds:.4g} s "
-            f"({_percent(match.gap)}); a reference run of more than {round(1 / MATCHED_TO / 2)} steps can be matched"
-        )
-    return match
-
-
-def _percent(fraction: float) -> str:
+def percent(fraction: float) -> str:
+    """+1.5 %, with a real minus sign."""
     return f"{100 * fraction:+.1f} %".replace("-", "−")
+
+
+# -- gains: what the reference needs for the loss that a block reached ------------------------------------------------
+
+
+# A factor of 1.3 in seconds says: the reference would have needed 1.3 times the block's seconds to come to the block's
+# final loss. The reference's cost is read off its own learning curve, seed by seed; beyond its end the curve is
+# continued along its last half (loss against log cost) up to four times the cost. With a decaying learning rate both
+# readings make gains look smaller than they are: before the end the curve lies above what a shorter, fully decayed run
+# would reach, and its last half is steeper than a longer run would be. Seconds are processor seconds where both runs
+# know them (one thread on a CPU): a busy neighbour does not change them.
+PROCESSOR = "processor seconds"
+CURRENCIES = ("tokens", "FLOPs", "seconds")
+FARTHEST = 4.0  # times the cost of the reference's whole run
+
+
+@dataclass(frozen=True)
+class LossCurve:
+    """Validations of one run: costs so far by currency, and the loss at each."""
+
+    costs: Mapping[str, np.ndarray]
+    losses: np.ndarray
+
+
+@dataclass(frozen=True)
+class Gain:
+    """How many times a block's cost the reference needs for the block's loss (above 1: the block is cheaper)."""
+
+    currency: str
+    factor: Estimate
+
+    @property
+    def outcome(self) -> str:
+        """better when the whole interval lies above 1, worse when it lies below, else no difference shown."""
+        low, high = self.factor.low, self.factor.high
+        if low is None or high is None:
+            return NOT_SHOWN
+        return BETTER if low > 1 else WORSE if high < 1 else NOT_SHOWN
+
+    def words(self) -> str:
+        """`1.31× the seconds (1.12 to 1.53)`."""
+        f = self.factor
+        between = f" ({f.low:.2f} to {f.high:.2f})" if f.low is not None and f.high is not None else ""
+        return f"{f.mean:.2f}× the {self.currency}{between}"
+
+
+def cost_at(curve: LossCurve, currency: str, loss: float) -> float | None:
+    """What the run of this curve spent (or would have to spend) until it reached `loss`; None if nobody can tell."""
+    cost = np.asarray(curve.costs.get(currency, ()), dtype=float)
+    if len(cost) != len(curve.losses):
+        return None
+    known = np.isfinite(cost) & np.isfinite(curve.losses) & (cost > 0)
+    cost, losses = cost[known], curve.losses[known]
+    if len(cost) < 2 or not math.isfinite(loss):
+        return None
+    best = np.minimum.accumulate(losses)  # a curve that rose again has nevertheless been there
+    if loss > best[0]:
+        return None  # reached before the first validation
+    if loss >= best[-1]:
+        after = int(np.argmax(best <= loss))
+        if best[after] == loss or after == 0:
+            return float(cost[after])
+        share = (best[after - 1] - loss) / (best[after - 1] - best[after])
+        return float(math.exp((1 - share) * math.log(cost[after - 1]) + share * math.log(cost[after])))
+    tail = cost >= cost[-1] / 2
+    if tail.sum() < 3:
+        tail = np.arange(len(cost)) >= len(cost) - 3  # of two validations both
+    slope = np.polyfit(np.log(cost[tail]), losses[tail], 1)[0]
+    if slope >= 0:
+        return None
+    needed = (losses[-1] - loss) / -slope if losses[-1] > loss else 0.0
+    return float(cost[-1] * math.exp(min(needed, math.log(FARTHEST))))
+
+
+def gains(ours: Mapping[int, LossCurve], theirs: Mapping[int, LossCurve], seeds: Sequence[int]) -> list[Gain]:
+    """The gain in every currency over paired seeds, weakest first."""
+    results = []
+    paired = [curve for seed in seeds for curve in (ours.get(seed), theirs.get(seed)) if curve is not None]
+    undisturbed = bool(paired) and all(np.isfinite(curve.costs.get(PROCESSOR, [np.nan])).all() for curve in paired)
+    for currency in (*CURRENCIES[:2], PROCESSOR if undisturbed else CURRENCIES[2]):
+        factors = []
+        for seed in seeds:
+            curve, reference = ours.get(seed), theirs.get(seed)
+            if curve is None or reference is None or not len(curve.losses) or currency not in curve.costs:
+                continue
+            spent, needed = curve.costs[currency][-1], cost_at(reference, currency, float(curve.losses[-1]))
+            if needed is not None and spent > 0:
+                factors.append(needed / spent)
+        if factors:
+            results.append(Gain(currency, estimate_mean(factors, log=True)))
+    rank = {WORSE: 0, NOT_SHOWN: 1, BETTER: 2}
+    # As printed: what differs by rounding alone keeps its order on every machine.
+    return sorted(results, key=lambda gain: (rank[gain.outcome], round(gain.factor.mean, 2)))

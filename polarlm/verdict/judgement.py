@@ -11,9 +11,8 @@ import numpy as np
 
 from polarlm.runs.files import write_json
 from polarlm.runs.reading import Run
-from polarlm.verdict.budget import Budget, budget_gaps, is_fair, unfair_reason
+from polarlm.verdict.budget import PROCESSOR, Budget, Gain, LossCurve, budget_gaps, gains, is_fair, unfair_reason
 from polarlm.verdict.comparison import Comparison, adjust, compare_seeds
-from polarlm.verdict.currencies import PROCESSOR, Gain, LossCurve, gains
 from polarlm.verdict.evidence import Estimate, estimate_mean
 from polarlm.verdict.groups import Group, choose_baselines, is_compared, ladder
 from polarlm.verdict.measure import Measure, choose_measure, default_margin

@@ -13,7 +13,7 @@ from scipy import stats
 
 from polarlm.data.atomic import ExpandsTooFar
 from polarlm.errors import UserError
-from polarlm.runs.evaluations import read_arrays, read_evaluations
+from polarlm.runs.measurements import read_arrays, read_evaluations
 from polarlm.runs.reading import Run
 from polarlm.verdict.evidence import CONFIDENCE, Estimate, Evidence
 from polarlm.verdict.groups import Group

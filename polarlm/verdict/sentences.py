@@ -4,9 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polarlm.verdict.budget import describe_budgets
+from polarlm.verdict.budget import Gain, describe_budgets
 from polarlm.verdict.comparison import EQUIVALENT, NOT_SHOWN, Comparison, seeds_to_decide, smallest_effect
-from polarlm.verdict.currencies import Gain
 from polarlm.verdict.evidence import ALPHA
 
 

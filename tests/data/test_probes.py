@@ -13,7 +13,7 @@ import torch
 from polarlm.data import Corpus, LMDataModule, build_corpus
 from polarlm.data.probes import PROBES, Permutations, ProbeTask, Recall
 from polarlm.errors import UserError
-from polarlm.evaluation.baselines import ngram_losses
+from polarlm.evaluation.breakdowns import ngram_losses
 from polarlm.ignored import IGNORED
 from polarlm.launch.corpora import data_settings
 

@@ -6,9 +6,9 @@ import torch
 from scipy import stats
 
 from polarlm.attention import PolarAttention
-from polarlm.diagnostics.confidence import confidence, correlation_or_none
+from polarlm.diagnostics.probe import confidence, correlation_or_none
 from polarlm.evaluation.metrics import TextSize
-from polarlm.evaluation.text import Text
+from polarlm.evaluation.scores import Text
 from polarlm.model import GPT, GPTConfig
 
 

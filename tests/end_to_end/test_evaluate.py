@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from polarlm.launch.evaluate import as_lists, find_checkpoints
-from polarlm.runs.evaluations import read_arrays, read_evaluations
+from polarlm.runs.measurements import read_arrays, read_evaluations
 
 
 def test_several_values_are_a_list_and_a_sweep_stays_a_sweep():

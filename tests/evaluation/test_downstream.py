@@ -27,7 +27,7 @@ from polarlm.evaluation.downstream import (
 )
 from polarlm.evaluation.harness import generate_answer
 from polarlm.evaluation.metrics import Tally, TextSize, measure
-from polarlm.evaluation.text import Text
+from polarlm.evaluation.scores import Text
 
 TOKENIZER = ByteTokenizer()
 PAIRS = [

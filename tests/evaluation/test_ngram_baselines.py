@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from polarlm.data import Corpus
-from polarlm.evaluation.baselines import ngram_losses
+from polarlm.evaluation.breakdowns import ngram_losses
 
 
 def test_losses_equal_counting_by_hand(corpus_of: Callable[..., Corpus]) -> None:

@@ -7,8 +7,14 @@ import pytest
 import torch
 
 from polarlm.errors import UserError
-from polarlm.evaluation.breakdowns import loss_by_frequency, loss_by_position, losses_of_documents, position_edges
-from polarlm.evaluation.calibration import Reliability, calibration
+from polarlm.evaluation.breakdowns import (
+    Reliability,
+    calibration,
+    loss_by_frequency,
+    loss_by_position,
+    losses_of_documents,
+    position_edges,
+)
 from polarlm.evaluation.metrics import measure
 from polarlm.evaluation.robustness import (
     KINDS,
@@ -18,8 +24,7 @@ from polarlm.evaluation.robustness import (
     shuffled_documents,
     shuffling_control,
 )
-from polarlm.evaluation.scores import score_text, window_spans
-from polarlm.evaluation.text import read_text
+from polarlm.evaluation.scores import read_text, score_text, window_spans
 
 CONTEXT = 16
 

@@ -8,7 +8,7 @@ import torch
 
 from polarlm.data.module import EvalBatches, EvalLoader
 from polarlm.evaluation.metrics import measure
-from polarlm.evaluation.text import text_size
+from polarlm.evaluation.scores import text_size
 from polarlm.training.module import evaluate_split
 
 

@@ -18,8 +18,7 @@ from polarlm.jobs.job import JobSpec, outcome_of, shown, varying
 from polarlm.jobs.places import Here
 from polarlm.jobs.sweep import LocalLauncher, Sweep, show_status
 from polarlm.launch.overrides import compose, config_loader, plan_jobs
-from polarlm.runs.identity import identity_of
-from polarlm.runs.sweeps import find_finished, write_plan
+from polarlm.runs.identity import find_finished, identity_of, write_plan
 
 
 def config(*overrides: str) -> dict:

@@ -11,8 +11,7 @@ import yaml
 
 from polarlm.errors import UserError
 from polarlm.jobs import engine, places, tune
-from polarlm.runs.identity import default_name
-from polarlm.runs.sweeps import RESULT_VARIABLE
+from polarlm.runs.identity import RESULT_VARIABLE, default_name
 
 optuna = pytest.importorskip("optuna", reason='needs pip install "polarlm[search]"')
 

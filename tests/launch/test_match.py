@@ -6,7 +6,7 @@ import pytest
 
 from polarlm.errors import UserError
 from polarlm.launch import match
-from polarlm.launch.match import apply_match
+from polarlm.launch.match import apply_match, match_steps, match_width
 from polarlm.launch.overrides import config_loader, plan_jobs
 from polarlm.model.build import build_model
 from polarlm.runs.identity import differences, experiment_of, identity_of
@@ -126,3 +126,38 @@ def test_steps_are_timed_as_they_are_trained(monkeypatch):
     asked = config("block=polar", "recipe=modern", "trainer.micro_batch_tokens=64")
     own, other = step_time.seconds_per_step([asked, {**asked, "block": config("block=standard")["block"]}], VOCABULARY)
     assert own > 0 and other > 0
+
+
+def transformer(width, extra=0):
+    """Parameters of four layers of d 128 with a gated feed-forward of this width."""
+    return 4 * (4 * 128 * 128 + 3 * 128 * width + extra) + 4096 * 128
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_the_width_found_is_the_nearest_one_and_within_half_a_percent(multiple):
+    target = transformer(344)
+    found = match_width(lambda width: transformer(width, extra=20_000), target, what="parameters", multiple=multiple)
+    assert found.value % multiple == 0
+    assert abs(found.gap) <= 0.005
+    assert found.cost == transformer(found.value, extra=20_000)
+    nearest = min(range(multiple, 600, multiple), key=lambda w: abs(transformer(w, extra=20_000) - target))
+    assert found.value == nearest
+
+
+def test_equal_blocks_keep_their_width():
+    assert match_width(transformer, transformer(344), what="parameters").value == 344
+
+
+def test_a_width_that_does_not_come_near_enough_is_refused():
+    with pytest.raises(UserError, match=r"match=parameters: with a feed-forward width of only 8 .* fewer layers"):
+        match_width(lambda w: transformer(w, extra=10**6), transformer(344), what="parameters", multiple=8)
+    with pytest.raises(UserError, match=r"match=flops: the nearest .* width, \d+, gives .* allowed are ±0.5 %"):
+        match_width(transformer, transformer(344) * 1.02, what="flops", multiple=256)
+
+
+def test_steps_are_found_for_equal_seconds():
+    found = match_steps(seconds_per_step=0.11, target_seconds=100.0)
+    assert found.value == 909
+    assert abs(found.gap) <= 0.005
+    with pytest.raises(UserError, match="match=seconds: 3 steps take"):
+        match_steps(0.3, 1.0)

@@ -5,7 +5,7 @@ import io
 import pytest
 
 from polarlm.launch.train import spaced, undertrained_note
-from polarlm.visible import fitted
+from polarlm.printing import fitted
 
 
 class Terminal(io.StringIO):

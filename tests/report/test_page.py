@@ -19,9 +19,8 @@ import torch
 from polarlm.errors import UserError
 from polarlm.report import commands, page
 from polarlm.report.payload import rounded
-from polarlm.runs.identity import identity_of
+from polarlm.runs.identity import identity_of, write_plan
 from polarlm.runs.reading import read_run
-from polarlm.runs.sweeps import write_plan
 from tests.synthetic_runs import write_run, write_sweep
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from polarlm.errors import UserError
 from polarlm.report.payload import bucket_edges, thin
-from polarlm.runs.metrics import read_metrics
+from polarlm.runs.measurements import read_metrics
 from polarlm.runs.reading import find_run_folders, read_run, read_runs
 from tests.synthetic_runs import write_run, write_sweep
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from polarlm.runs.evaluations import read_arrays, read_evaluations, write_evaluation
+from polarlm.runs.measurements import read_arrays, read_evaluations, write_evaluation
 
 PROTOCOL = {"name": "documents", "data": "text", "split": "val", "context": 16}
 

@@ -21,8 +21,7 @@ from polarlm.attention import StandardAttention
 from polarlm.errors import UserError
 from polarlm.evaluation.generate import Sampling, sample_tokens
 from polarlm.evaluation.metrics import TextSize
-from polarlm.evaluation.scores import score_text
-from polarlm.evaluation.text import Text
+from polarlm.evaluation.scores import Text, score_text
 from polarlm.model import GPT, GPTConfig
 from polarlm.runs.export.bundle import bundle
 from polarlm.runs.export.folder import export_run, import_run, model_card

@@ -5,8 +5,7 @@ import yaml
 
 from polarlm.errors import UserError
 from polarlm.runs.folder import choose_folder
-from polarlm.runs.identity import default_name
-from polarlm.runs.sweeps import swept_values
+from polarlm.runs.identity import default_name, swept_values
 
 
 @pytest.fixture

@@ -19,16 +19,16 @@ from polarlm.errors import UserError
 from polarlm.launch.protocols import corpus_for, foreign_places
 from polarlm.locations import shipped_settings
 from polarlm.model.build import build_model
-from polarlm.runs.evaluations import read_arrays, read_evaluations, write_evaluation
+from polarlm.printing import VisibleOutput
 from polarlm.runs.files import printable, read_config, read_json
 from polarlm.runs.folder import _remove_unfinished_files
+from polarlm.runs.identity import known_runs
 from polarlm.runs.inspection import describe_run, is_choice
 from polarlm.runs.lock import lock_folder
+from polarlm.runs.measurements import read_arrays, read_evaluations, write_evaluation
 from polarlm.runs.reading import read_run
 from polarlm.runs.restore import require_shapes, restore_run
-from polarlm.runs.sweeps import known_runs
 from polarlm.verdict.per_document import _losses
-from polarlm.visible import VisibleOutput
 from tests.runs.made_up_run import block_settings, made_up_run
 
 MODEL = dict(context=16, d_model=16, n_layer=1, n_head=2)

@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from polarlm.block_keys import flat_block
-from polarlm.runs.evaluations import write_evaluation
 from polarlm.runs.identity import identity_of
+from polarlm.runs.measurements import write_evaluation
 from study.collect import collect
 from study.jobs import Planner
 from study.run import Study

@@ -9,7 +9,7 @@ import torch
 
 from polarlm.errors import UserError
 from polarlm.runs.checkpoints import load_verified, step_files
-from polarlm.runs.metrics import detours
+from polarlm.runs.measurements import detours
 from polarlm.training.incidents import Incidents, TrainingDiverged
 from tests.training.tiny_jobs import fitted
 

@@ -1,17 +1,22 @@
-"""Equal budgets are recognised, unequal ones are named, and a width that makes them equal is found or refused."""
+"""Equal budgets are recognised, unequal ones are named; gains are read off the reference's own learning curve."""
 
+import math
+
+import numpy as np
 import pytest
 
-from polarlm.errors import UserError
 from polarlm.verdict.budget import (
+    PROCESSOR,
     Budget,
+    LossCurve,
     budget_gaps,
+    cost_at,
     describe_budgets,
+    gains,
     is_fair,
-    match_steps,
-    match_width,
     unfair_reason,
 )
+from polarlm.verdict.comparison import BETTER, NOT_SHOWN, WORSE
 
 
 @pytest.mark.parametrize(
@@ -35,36 +40,75 @@ def test_budgets_are_named(treatment, fair, words):
         assert "match=parameters" in unfair_reason(gaps)
 
 
-def transformer(width, extra=0):
-    """Parameters of four layers of d 128 with a gated feed-forward of this width."""
-    return 4 * (4 * 128 * 128 + 3 * 128 * width + extra) + 4096 * 128
+def curve(offset=0.0, slow=1.0, noise=0.0, seed=0, points=40):
+    """Loss falls with the logarithm of tokens; FLOPs and seconds grow with them."""
+    tokens = np.linspace(1e5, 4e6, points)
+    losses = 3.0 - 0.2 * np.log(tokens / 1e5) + offset + noise * np.random.default_rng(seed).normal(size=points)
+    return LossCurve({"tokens": tokens, "FLOPs": 6e6 * tokens, "seconds": slow * tokens / 1e4}, losses)
 
 
-@pytest.mark.parametrize("multiple", [1, 8])
-def test_the_width_found_is_the_nearest_one_and_within_half_a_percent(multiple):
-    target = transformer(344)
-    match = match_width(lambda width: transformer(width, extra=20_000), target, what="parameters", multiple=multiple)
-    assert match.value % multiple == 0
-    assert abs(match.gap) <= 0.005
-    assert match.cost == transformer(match.value, extra=20_000)
-    nearest = min(range(multiple, 600, multiple), key=lambda w: abs(transformer(w, extra=20_000) - target))
-    assert match.value == nearest
+def test_a_loss_inside_the_curve_is_interpolated_and_one_below_it_extrapolated_up_to_a_limit():
+    reference = curve()
+    at_half = 3.0 - 0.2 * math.log(20)
+    assert cost_at(reference, "tokens", at_half) == pytest.approx(2e6, rel=0.01)
+    assert cost_at(reference, "tokens", reference.losses[-1] - 0.2 * math.log(2)) == pytest.approx(8e6, rel=0.01)
+    assert cost_at(reference, "tokens", 0.1) == pytest.approx(4 * 4e6)
+    assert cost_at(reference, "tokens", 9.0) is None
+    assert cost_at(reference, "metres", at_half) is None
 
 
-def test_equal_blocks_keep_their_width():
-    assert match_width(transformer, transformer(344), what="parameters").value == 344
+def test_a_curve_is_continued_along_its_last_half_alone():
+    """It falls by 0.4 per e-fold up to half of its cost and by 0.1 after: only the later slope may be continued."""
+    tokens = np.linspace(1e5, 4e6, 40)
+    log = np.log(tokens / 2e6)
+    broken = LossCurve({"tokens": tokens}, np.where(log < 0, 2.0 - 0.4 * log, 2.0 - 0.1 * log))
+    assert cost_at(broken, "tokens", broken.losses[-1] - 0.1 * math.log(2)) == pytest.approx(8e6, rel=0.01)
 
 
-def test_what_cannot_be_matched_is_refused_with_the_reason():
-    with pytest.raises(UserError, match=r"match=parameters: with a feed-forward width of only 8 .* fewer layers"):
-        match_width(lambda w: transformer(w, extra=10**6), transformer(344), what="parameters", multiple=8)
-    with pytest.raises(UserError, match=r"match=flops: the nearest .* width, \d+, gives .* allowed are ±0.5 %"):
-        match_width(transformer, transformer(344) * 1.02, what="flops", multiple=256)
+def test_two_validations_are_a_curve_and_one_is_none():
+    halves = LossCurve({"tokens": np.array([250.0, 500.0])}, np.array([3.0, 2.8]))
+    assert cost_at(halves, "tokens", 2.9) == pytest.approx(math.sqrt(250 * 500))
+    assert cost_at(halves, "tokens", 2.7) == pytest.approx(500 * math.sqrt(2))
+    assert cost_at(LossCurve({"tokens": np.array([500.0])}, np.array([2.8])), "tokens", 2.7) is None
 
 
-def test_steps_are_found_for_equal_seconds():
-    match = match_steps(seconds_per_step=0.11, target_seconds=100.0)
-    assert match.value == 909
-    assert abs(match.gap) <= 0.005
-    with pytest.raises(UserError, match="match=seconds: 3 steps take"):
-        match_steps(0.3, 1.0)
+def test_a_curve_that_rose_again_has_nevertheless_been_there():
+    steps = np.arange(1.0, 9.0)
+    rose = LossCurve({"tokens": steps}, np.array([3.0, 2.5, 2.0, 1.5, 1.6, 1.7, 1.8, 1.9]))
+    assert cost_at(rose, "tokens", 1.5) == pytest.approx(4.0)
+    assert cost_at(rose, "tokens", 1.75) == pytest.approx(math.sqrt(3 * 4))
+
+
+def test_the_gain_of_a_slow_but_better_block_is_weakest_in_seconds():
+    ours = {s: curve(offset=-0.04, slow=1.5, noise=0.002, seed=s) for s in range(4)}
+    theirs = {s: curve(noise=0.002, seed=10 + s) for s in range(4)}
+    results = gains(ours, theirs, range(4))
+    assert results[0].currency == "seconds"
+    by_name = {gain.currency: gain for gain in results}
+    # 0.04 lower on a slope of 0.2 per log token is worth exp(0.2) = 1.22 times the tokens.
+    assert by_name["tokens"].factor.mean == pytest.approx(math.exp(0.2), rel=0.03)
+    assert by_name["tokens"].outcome == by_name["FLOPs"].outcome == BETTER
+    assert by_name["seconds"].factor.mean == pytest.approx(math.exp(0.2) / 1.5, rel=0.03)
+    assert by_name["seconds"].outcome == WORSE
+
+
+def test_seconds_are_processor_seconds_where_every_run_knows_them():
+    def busy(slow, seed):
+        # A neighbour made the time that passed meaningless; the processor's own time is not touched by it.
+        made = curve(slow=slow, noise=0.002, seed=seed)
+        clock = made.costs["seconds"]
+        noise = 1 + 5 * np.random.default_rng(seed).random()
+        return LossCurve({**made.costs, "seconds": noise * clock, PROCESSOR: clock}, made.losses)
+
+    ours, theirs = {s: busy(2.0, s) for s in range(3)}, {s: busy(1.0, 10 + s) for s in range(3)}
+    by_name = {gain.currency: gain for gain in gains(ours, theirs, range(3))}
+    assert set(by_name) == {"tokens", "FLOPs", PROCESSOR}
+    assert by_name[PROCESSOR].factor.mean == pytest.approx(0.5, rel=0.03) and by_name[PROCESSOR].outcome == WORSE
+    unknown = LossCurve({**theirs[1].costs, PROCESSOR: np.full(40, np.nan)}, theirs[1].losses)
+    assert {gain.currency for gain in gains(ours, theirs | {1: unknown}, range(3))} == {"tokens", "FLOPs", "seconds"}
+
+
+def test_equal_blocks_gain_nothing():
+    ours = {s: curve(noise=0.01, seed=s) for s in range(5)}
+    theirs = {s: curve(noise=0.01, seed=50 + s) for s in range(5)}
+    assert {gain.outcome for gain in gains(ours, theirs, range(5))} == {NOT_SHOWN}

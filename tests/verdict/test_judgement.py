@@ -13,7 +13,7 @@ from scipy import stats
 from polarlm.errors import UserError
 from polarlm.locations import shipped_default
 from polarlm.report.tables import results_table, show_count, text_report
-from polarlm.runs.evaluations import write_evaluation
+from polarlm.runs.measurements import write_evaluation
 from polarlm.runs.reading import find_run_folders, read_run
 from polarlm.verdict.groups import follows_from_block, group_runs, varied_number
 from polarlm.verdict.headline import compare_published, headline, published_sentence

@@ -20,8 +20,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from polarlm.errors import UserError
 from polarlm.runs.files import json_lines, read_json
-from polarlm.runs.identity import flatten
-from polarlm.runs.sweeps import command_overrides, key_of
+from polarlm.runs.identity import command_overrides, flatten, key_of
 from polarlm.targets import require_packages, target_of
 
 KINDS = {"logger": Logger, "callbacks": Callback}

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch.callbacks import ProgressBar
 
-from polarlm.columns import clock, short
+from polarlm.printing import clock, short
 from polarlm.training.recorder import Recorder
 
 LINE_SECONDS = 5.0  # without a terminal: at most one line in this time

@@ -27,12 +27,12 @@ from lightning.pytorch.utilities import rank_zero_only
 from polarlm import network
 from polarlm.errors import UserError
 from polarlm.evaluation.metrics import METRICS, SPLITS
+from polarlm.printing import say_once
 from polarlm.runs.files import json_lines, read_json, write_json
 from polarlm.runs.folder import environment
 from polarlm.training.loggers import final_numbers, own_step
 from polarlm.training.recorder import METRICS as ROWS
 from polarlm.training.recorder import PROBES, RECORDS
-from polarlm.visible import say_once
 
 Mode = Literal["online", "offline", "disabled"]
 MODES = ("auto", "online", "offline")

@@ -10,11 +10,11 @@ from unittest.mock import patch
 
 from torch import nn
 
-from polarlm.columns import indented
 from polarlm.data.tokenizer import ByteTokenizer
 from polarlm.errors import UserError
 from polarlm.model import GPT
 from polarlm.model.build import build_model
+from polarlm.printing import indented
 from polarlm.training.batching import BatchPlan, plan_batches, total_steps
 from polarlm.training.planning.gpus import GPUS, Gpu, PlanSettings, peak_flops
 from polarlm.training.planning.memory import DeviceMemory, Shape, Traffic, device_memory, traffic

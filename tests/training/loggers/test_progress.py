@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from polarlm.columns import clock, short
+from polarlm.printing import clock, short
 from polarlm.training.loggers.progress import Progress, bar_width, fitting_parts
 
 LAST = {"train/loss": 12.345, "train/lr": 3e-4, "tokens_per_second": 123456.0, "mfu": 0.42, "val/loss": 11.987}

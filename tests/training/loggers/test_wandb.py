@@ -20,14 +20,14 @@ from polarlm.cli import main
 from polarlm.diagnostics import run_probe
 from polarlm.errors import UserError
 from polarlm.model import GPT, GPTConfig
+from polarlm.printing import say_once
 from polarlm.runs.checkpoints import step_file
 from polarlm.runs.files import json_lines
-from polarlm.runs.sweeps import command_overrides, sweep_group
+from polarlm.runs.identity import command_overrides, sweep_group
 from polarlm.training.loggers import build_loggers, finish_loggers, rank_zero_only
 from polarlm.training.loggers import wandb as wandb_module
 from polarlm.training.loggers.wandb import PER_LAYER, condensed
 from polarlm.training.loop import train_run
-from polarlm.visible import say_once
 from tests.conftest import ROOT
 from tests.synthetic_runs import write_sweep
 from tests.training.loggers.offline_wandb import read_offline_run

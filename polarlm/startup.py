@@ -1,4 +1,4 @@
-"""A quick start for our programs: Lightning without the scientific libraries that its metrics package would bring.
+"""Before the libraries are imported: Lightning without libraries that nobody uses, and what the processor can do.
 
 Lightning imports torchmetrics, which imports scipy and transformers, when they are installed, for metrics that nothing
 here uses: half of the time until a command begins to work. Programs say `skip_unused_libraries()` before they import
@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
+import platform
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -61,7 +64,7 @@ def _unused_seem_absent() -> Iterator[None]:
 
     def check_requirement(self: Any) -> None:
         if str(self.requirement).startswith(UNUSED):
-            self.available, self.message = False, f"{self.requirement} is left out by polarlm.quick_start"
+            self.available, self.message = False, f"{self.requirement} is left out by polarlm.startup"
         else:
             check(self)
 
@@ -70,3 +73,41 @@ def _unused_seem_absent() -> Iterator[None]:
         yield
     finally:
         known.package_available, known.RequirementCache._check_requirement = available, check
+
+
+# -- the processor, and the instructions that it announces but cannot carry out ---------------------------------------
+
+
+CPUINFO = Path("/proc/cpuinfo")
+TILE_LEAF = 0x1D  # the CPUID leaf that describes AMX tiles
+
+
+def processor() -> str:
+    """What -march=native depends on: a cache on a shared home must not serve another machine's instructions."""
+    try:
+        lines = CPUINFO.read_text().splitlines()
+        keys = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+        return "\n".join(dict.fromkeys(line for line in lines if line.startswith(keys)))
+    except OSError:
+        return platform.processor() + platform.machine()
+
+
+def avoid_broken_tiles() -> None:
+    """Keep oneDNN from AMX where the processor has it but a hypervisor hides the size of its tiles.
+
+    oneDNN then configures no tile, and the first bf16 product kills the process (SIGILL). It reads the variable once,
+    before its first product. A value that the user has set stays.
+    """
+    try:
+        with CPUINFO.open() as file:
+            fields = dict(_field(line) for line in iter(file.readline, "\n") if ":" in line)  # the first processor
+    except OSError:
+        return
+    level = fields.get("cpuid level", "")
+    if "amx_tile" in fields.get("flags", "").split() and level.isdecimal() and int(level) < TILE_LEAF:
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
+
+def _field(line: str) -> tuple[str, str]:
+    name, _, value = line.partition(":")
+    return name.strip(), value.strip()
