@@ -136,12 +136,12 @@ def transformer(width, extra=0):
 @pytest.mark.parametrize("multiple", [1, 8])
 def test_the_width_found_is_the_nearest_one_and_within_half_a_percent(multiple):
     target = transformer(344)
-    found = match_width(lambda width: transformer(width, extra=20_000), target, what="parameters", multiple=multiple)
-    assert found.value % multiple == 0
-    assert abs(found.gap) <= 0.005
-    assert found.cost == transformer(found.value, extra=20_000)
+    solved = match_width(lambda width: transformer(width, extra=20_000), target, what="parameters", multiple=multiple)
+    assert solved.value % multiple == 0
+    assert abs(solved.gap) <= 0.005
+    assert solved.cost == transformer(solved.value, extra=20_000)
     nearest = min(range(multiple, 600, multiple), key=lambda w: abs(transformer(w, extra=20_000) - target))
-    assert found.value == nearest
+    assert solved.value == nearest
 
 
 def test_equal_blocks_keep_their_width():
@@ -156,8 +156,8 @@ def test_a_width_that_does_not_come_near_enough_is_refused():
 
 
 def test_steps_are_found_for_equal_seconds():
-    found = match_steps(seconds_per_step=0.11, target_seconds=100.0)
-    assert found.value == 909
-    assert abs(found.gap) <= 0.005
+    solved = match_steps(seconds_per_step=0.11, target_seconds=100.0)
+    assert solved.value == 909
+    assert abs(solved.gap) <= 0.005
     with pytest.raises(UserError, match="match=seconds: 3 steps take"):
         match_steps(0.3, 1.0)
