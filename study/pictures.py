@@ -1,4 +1,4 @@
-"""The study's pictures as SVG: every comparison with polar, and the loss beyond the trained context.
+"""The study's pictures as SVG: comparisons with polar, the loss beyond the trained context, the loss against compute.
 
 Each picture carries its date, its command and the hash of the rows it was drawn from, so that a test can tell when it
 is older than the rows. Text stays text and the salt is fixed: the same rows and date give the same bytes.
@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from polarlm.runs.files import write_text
+from study.compute import fit_laws, settings_of_parts
 from study.judge import Line
 from study.numbers import length_curve
 
@@ -201,7 +204,47 @@ def length_lines(answers: Sequence[Answer]) -> Iterator[Line]:
             yield from judged.lines
 
 
-PICTURES: dict[str, Callable[[Sequence[Answer]], Any]] = {"overview": draw_overview, "length": draw_length}
+def draw_compute(answers: Sequence[Answer]) -> Any:
+    """Loss against training compute and the gap to the baseline: a dot per seed, and the laws where they are fitted."""
+    from matplotlib.figure import Figure
+
+    answer = next(answer for answer in answers if answer.question.fit)
+    rungs = settings_of_parts(answer.parts, answer.question.baseline)
+    laws = fit_laws(rungs)
+    figure = Figure(figsize=(9.6, 3.6), layout="constrained", facecolor="white")
+    losses, gaps = figure.subplots(1, 2)
+    for block in rungs[0].losses if rungs else ():
+        colour, label = LINES.get(block, (INK, block))
+        for rung in rungs:
+            flops, ours, theirs = rung.flops[block], rung.losses[block], rung.losses[answer.question.baseline]
+            losses.plot([flops] * len(ours), ours, "o", color=colour, markersize=4, gid="loss")
+            gaps.plot([flops] * len(ours), ours - theirs, "o", color=colour, markersize=4, gid="gap")
+        losses.plot([], [], "o-", color=colour, markersize=4, label=label)
+        if laws is not None:
+            between = np.geomspace(rungs[0].flops[block], rungs[-1].flops[block], 50)
+            losses.plot(between, [laws.loss(block, f)[0] for f in between], color=colour, linewidth=1)
+            gaps.plot(
+                between, [laws.gap(block, answer.question.baseline, f)[0] for f in between], color=colour, linewidth=1
+            )
+    losses.set_yscale("log")
+    losses.set_ylabel("bits per byte", fontsize=9, color=INK)
+    gaps.set_ylabel(f"bits per byte, minus {answer.question.baseline}", fontsize=9, color=INK)
+    for axis in (losses, gaps):
+        axis.set_xscale("log")
+        axis.set_xlabel("training FLOPs", fontsize=9, color=INK)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(colors=INK, labelsize=8)
+        axis.grid(color=FAINT, alpha=0.25, linewidth=0.6)
+    if rungs:
+        losses.legend(fontsize=7.5, frameon=False)
+    return figure
+
+
+PICTURES: dict[str, Callable[[Sequence[Answer]], Any]] = {
+    "overview": draw_overview,
+    "length": draw_length,
+    "compute": draw_compute,
+}
 
 
 def write_picture(name: str, answers: Sequence[Answer], summaries: Path, date: str) -> Path:

@@ -65,6 +65,11 @@ class Question:
     in_all: bool = True  # false: only when it is asked for by name (for newcomers, wants a GPU, or is decided)
     name: str = ""
 
+    @property
+    def baseline(self) -> str:
+        """The baseline of the first part that has one."""
+        return next(part.baseline for part in self.parts.values() if part.baseline)
+
     def seeds_of(self, part: Part) -> tuple[int, ...]:
         return self.seeds if part.seeds is None else part.seeds
 

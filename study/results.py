@@ -137,17 +137,19 @@ def levels_table(answer: Answer) -> str:
             planned = len(answer.question.seeds_of(answer.question.parts[name]))
             cells[line.variant] = f"{mark}{line.mean.mean:.3f}{mark}" + f" ({seeds} of {planned})" * (seeds < planned)
         rows.append([answer.question.parts[name].title, *(cells.get(variant, "") for variant in variants)])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+    legend = "Means; **bold**: shown better than the baseline, *italic*: shown worse; in brackets: seeds so far."
+    return "\n".join([legend, "", *(f"| {' | '.join(cells)} |" for cells in rows)])
 
 
 def fit_lines(answer: Answer) -> list[str]:
     """The laws of loss against compute, a row per block; why there are none while sizes are missing."""
-    baseline = next(part.baseline for part in answer.question.parts.values() if part.baseline)
+    baseline = answer.question.baseline
     rungs = settings_of_parts(answer.parts, baseline)
-    laws = fit_laws(rungs)
+    laws, picture = fit_laws(rungs), "![Loss against training compute, and the gap to the baseline](study/compute.svg)"
     if laws is None:
         sizes = len({rung.size for rung in rungs})
-        return [f"No law is fitted: all blocks are there at {sizes} of the {SIZES} sizes that it takes."]
+        missing = f"No law is fitted: all blocks were trained at {sizes} of the {SIZES} sizes that it takes at least."
+        return [missing, "", picture]
     ends = [rungs[0].flops[baseline], rungs[-1].flops[baseline]]
     titles = [f"{kind} at {end:.1e} FLOPs" for end in ends for kind in ("gap", "gain")]
     rows = [["block", "exponent", *titles], ["---"] * (2 + len(titles))]
@@ -165,7 +167,7 @@ def fit_lines(answer: Answer) -> list[str]:
         "",
         *table,
         "",
-        "![Loss against training compute, and the gap to the baseline](study/compute.svg)",
+        picture,
     ]
 
 

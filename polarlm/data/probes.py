@@ -79,8 +79,8 @@ class Recall(ProbeTask):
     """Multi-query associative recall (Arora et al. 2023, "Zoology"): pairs k v, then keys again; what was their value?
 
     `pairs` keys with their values open the example; later every key comes once more, at distances that follow the
-    paper's power law, and its value is asked for. Everything else is the filler ".", or, as published, random symbols;
-    one that happens to be a key of the example stays ".", so that every key is asked for once.
+    paper's power law, and its value is asked for. Everything else is the filler ".", as in the paper's figure 2, or
+    random symbols (their code's default); a key of the example stays ".", so that every key is asked for once.
     """
 
     pairs: int = setting(4, at_least=1)
