@@ -90,11 +90,11 @@ def parser() -> Parser:
     from polarlm.launch import accept, commands, corpora, doctor, explain, wandb_views
     from polarlm.report import commands as report
 
-    top = Parser(prog="polarlm", description="Train, look at, use and compare runs. (--debug shows tracebacks)")
+    top = Parser(prog="polarlm", description="Train, evaluate and compare language models. (--debug shows tracebacks)")
     top.add_argument("--version", action="version", version=f"polarlm {polarlm.__version__}")
     verbs = top.add_subparsers(title="verbs", metavar="verb", required=True)
-    verbs.add_parser("train", help="train a run or a sweep, as python train.py does (polarlm train --help)")
-    verbs.add_parser("eval", help="judge a run from its folder, as python eval.py does (polarlm eval --help)")
+    verbs.add_parser("train", help="train a run or a sweep, like python train.py (polarlm train --help)")
+    verbs.add_parser("eval", help="evaluate a run, like python eval.py (polarlm eval --help)")
     for package in (sweep, tune, commands, explain, report, trial, corpora, doctor, accept, wandb_views):
         package.add_parser(verbs)
     add_study(verbs)

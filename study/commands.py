@@ -26,7 +26,7 @@ def add_parser(verbs: Any) -> None:
     """Add the verb `study` to the command line."""
     parser = verbs.add_parser(
         "study",
-        help="the questions of configs/study: run, continue, collect, write docs/results.md",
+        help="run the experiments of configs/study and write docs/results.md",
         description="Train what the plan in configs/study asks for, reduce every run to a row in docs/study, and "
         "write docs/results.md from the rows.",
         epilog=EPILOG,

@@ -233,7 +233,7 @@ def add_parser(verbs: Any) -> None:
     """Add `polarlm sweep status`."""
     sweep = verbs.add_parser(
         "sweep",
-        help="how a sweep is doing: sweep status GROUP",
+        help="show the progress of a sweep: sweep status GROUP",
         description="How a sweep is doing, from any terminal. It is started with: polarlm train -m …, or sweep=NAME",
     )
     actions = sweep.add_subparsers(title="actions", metavar="action", required=True)

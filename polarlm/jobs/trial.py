@@ -13,7 +13,7 @@ from polarlm.jobs.engine import Place, Policy, run_jobs
 from polarlm.jobs.job import FINISHED, Ended, JobSpec
 from polarlm.jobs.places import add_place_options, chosen_place
 
-PURPOSE = "tune every block alike, train paired seeds until the verdict is decided, write the report"
+PURPOSE = "tune all blocks equally, train paired seeds until the verdict is decided"
 DESCRIPTION = """The same learning-rate search for every block, then paired seeds until every block is decided against
 the first one or the budget is spent, then the report."""
 EPILOG = """examples

@@ -32,7 +32,7 @@ time, based on all finished trials. Example:
 def add_parser(verbs: Any) -> None:
     """Add `polarlm tune`."""
     parser = verbs.add_parser(
-        "tune", help="search a number, for example the learning rate, with Optuna", description=DESCRIPTION
+        "tune", help="search a setting, for example the learning rate, with Optuna", description=DESCRIPTION
     )
     parser.add_argument("settings", nargs="*", metavar="key=value", help="as for train: block=polar experiment=…")
     parser.add_argument("--key", default="optim.lr", help="the number to search (optim.lr)")

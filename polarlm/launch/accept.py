@@ -52,7 +52,7 @@ class Bench:
 
 def add_parser(verbs: Any) -> None:
     """Add `polarlm accept`."""
-    parser = verbs.add_parser("accept", help="measure a GPU and accept or refuse it: numerics, every block, speed")
+    parser = verbs.add_parser("accept", help="test a GPU: numerics, every block, speed")
     parser.add_argument("--out", default="gpu-report.json", help="the report; a page lies beside it (.md)")
     parser.add_argument("--fake", action="store_true", help="rehearse: the smallest version of every stage, on the CPU")
     parser.add_argument("--stages", nargs="+", choices=tuple(STAGES), default=list(STAGES), metavar="stage")

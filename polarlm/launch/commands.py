@@ -24,7 +24,7 @@ def add_parser(verbs: Any) -> None:
     _add_inspect(verbs)
     p = verbs.add_parser(
         "import",
-        help="a run folder from an exported one",
+        help="make a run folder from an exported folder",
         description="Make a run folder of a folder that `export` has written: the same model again.",
     )
     p.add_argument("folder", type=Path, help="a folder written by `polarlm export`")
@@ -35,7 +35,7 @@ def add_parser(verbs: Any) -> None:
 def _add_harness(verbs: Any) -> None:
     p = verbs.add_parser(
         "harness",
-        help="tasks of lm-evaluation-harness on a run",
+        help="run tasks of lm-evaluation-harness",
         description="Tasks of lm-evaluation-harness; blimp and lambada are read from local files.",
     )
     p.add_argument("folder", metavar="run", help=RUN)
@@ -67,7 +67,9 @@ def harness(options: argparse.Namespace) -> int:
 
 
 def _add_generate(verbs: Any) -> None:
-    p = verbs.add_parser("generate", help="write text with a trained run", description="Write text with a trained run.")
+    p = verbs.add_parser(
+        "generate", help="generate text with a trained run", description="Write text with a trained run."
+    )
     p.add_argument("folder", metavar="run", help=RUN)
     p.add_argument(
         "--prompt", action="append", help="text to continue (again for several); empty starts a new document"
@@ -132,7 +134,7 @@ def import_folder(options: argparse.Namespace) -> int:
 def _add_export(verbs: Any) -> None:
     p = verbs.add_parser(
         "export",
-        help="a run as a folder for transformers, or on the Hugging Face hub",
+        help="export a run for transformers, or push it to the Hugging Face hub",
         description="Write a run as a folder that transformers loads without polarlm being installed.",
     )
     p.add_argument("folder", metavar="run", help=RUN)
@@ -184,7 +186,7 @@ def verdict_on(folder: Path) -> str | None:
 def _add_inspect(verbs: Any) -> None:
     p = verbs.add_parser(
         "inspect",
-        help="what a run's model is made of, costs and has learned; or what a planned run would need",
+        help="show parameters, cost and learned scalars of a run, or plan a run",
         description="Parameters per part, FLOPs per token, memory of a step, learned scalars, changed settings. "
         "With --plan: memory, communication and time of a run on GPUs that need not be here, for example "
         "polarlm inspect --plan gpus=8 gpu=h100 experiment=gpt2_124m",

@@ -20,7 +20,7 @@ _BAR = 40
 
 def add_parser(verbs: Any) -> None:
     """Add the verb `data` with its own verbs."""
-    data = verbs.add_parser("data", help="prepare a corpus and look at it: prepare, info, sample, verify")
+    data = verbs.add_parser("data", help="prepare and inspect a corpus: prepare, info, sample, verify")
     actions = data.add_subparsers(title="actions", metavar="action", required=True)
     for name, run, purpose in (
         ("prepare", prepare, "tokenise a corpus into the cache (training does it by itself when needed)"),

@@ -5,6 +5,7 @@ Nothing heavy is imported before the question has been understood.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,8 @@ def lines_of(record: dict[str, Any]) -> list[str]:
             lines += [f"    {line}" for line in table_of(value, name)]
     shown = {key: value for key, value in protocol.items() if key not in ("name", "split")}
     shown["corpus"] = shown["corpus"][:24]
-    return [*lines, "    protocol: " + ", ".join(f"{key} {value}" for key, value in shown.items())]
+    line = "protocol: " + ", ".join(f"{key} {value}" for key, value in shown.items())
+    return [*lines, *textwrap.wrap(line, 80, initial_indent=" " * 4, subsequent_indent=" " * 6)]
 
 
 def metric_line(values: dict[str, float]) -> str:
@@ -162,8 +164,8 @@ def table_of(value: Any, name: str) -> list[str]:
     """Plain lines of whatever a protocol found: numbers, columns of equal length, nested groups."""
     if not isinstance(value, dict):
         return [f"{name} {_short(value)}"]
+    value = long_form(value)
     columns = {key: column for key, column in value.items() if isinstance(column, list)}
-    columns, value = beside(columns, value)
     plain = {key: entry for key, entry in value.items() if not isinstance(entry, (dict, list))}
     lines = [", ".join(f"{key} {_short(entry)}" for key, entry in plain.items())] if plain else []
     simple = {key: column for key, column in columns.items() if all(not isinstance(x, (list, dict)) for x in column)}
@@ -173,23 +175,27 @@ def table_of(value: Any, name: str) -> list[str]:
         cells = list(zip(*simple.values())) if simple else [()] * len(judged)
         metrics = [[formatted(m.name, entry.get(m.name)) for m in shown] for entry in judged] or [[]] * len(cells)
         rows = [[*map(_short, row), *numbers] for row, numbers in zip(cells, metrics)]
-        lines += aligned([[*simple, *(m.short for m in shown)], *rows], first_left=False)
+        head = [*(key.replace("_", " ") for key in simple), *(m.short for m in shown)]
+        lines += aligned([head, *rows], first_left=head[0] == "kind")
     for key, entry in value.items():
         if isinstance(entry, dict):
             lines += [key, *(f"  {line}" for line in table_of(entry, key))]
     return lines
 
 
-def beside(columns: dict[str, list], value: dict[str, Any]) -> tuple[dict[str, list], dict[str, Any]]:
-    """Groups of columns as long as the table's own stand beside them: losses of each corruption beside its rates."""
-    lengths = {len(column) for column in columns.values()}
-    for key, entry in list(value.items()):
-        if not isinstance(entry, dict) or not entry or len(lengths) != 1:
-            continue
-        if all(isinstance(column, list) and len(column) in lengths for column in entry.values()):
-            columns = {**columns, **{f"{key} {name}": column for name, column in entry.items()}}
-            value = {name: other for name, other in value.items() if name != key}
-    return columns, value
+def long_form(value: dict[str, Any]) -> dict[str, Any]:
+    """Groups whose columns are as long as the shared ones, as one table: a row per corruption and rate."""
+    shared = {key: column for key, column in value.items() if isinstance(column, list)}
+    groups = {key: group for key, group in value.items() if isinstance(group, dict)}
+    columns = [*shared.values(), *(column for group in groups.values() for column in group.values())]
+    lengths = {len(column) if isinstance(column, list) else 0 for column in columns}
+    names = {tuple(group) for group in groups.values()}
+    if not shared or len(names) != 1 or len(lengths) != 1:
+        return value
+    table = {"kind": [key for key in groups for _ in columns[0]]}
+    table |= {key: column * len(groups) for key, column in shared.items()}
+    table |= {name: [entry for group in groups.values() for entry in group[name]] for name in names.pop()}
+    return {**{key: entry for key, entry in value.items() if key not in (*shared, *groups)}, **table}
 
 
 def _short(value: Any) -> str:

@@ -29,7 +29,12 @@ class Symbol:
     letter: str
     meaning: str
     equation: str  # in TeX
-    results: str  # what it did in ours (docs/results.md)
+    results: str  # what we found (docs/results.md)
+
+    @property
+    def short(self) -> str:
+        """The first sentence of the meaning."""
+        return self.meaning.partition(".")[0]
 
 
 TEXTS = {
@@ -42,35 +47,35 @@ TEXTS = {
     ),
     "eta": Symbol(
         "η",
-        "measurement noise of queries and keys. Larger: flatter attention. null: logits of a fresh block have the "
-        "range of QK-norm. One side alone: `block.influence.eta_tq`, `block.precision.eta_tk`",
+        "measurement noise of queries and keys. Larger: flatter attention. null: a fresh block has the logit range of "
+        "QK-norm. Separately: queries `block.influence.eta_tq`, keys `block.precision.eta_tk`",
         r"\tilde\kappa^{-1} = \kappa^{-1} + \eta^2",
         "learned; the matched start was kept. A sharper start (`block.inputs.radius=2`) helped a little without forget "
         "gates, not with them",
     ),
     "mu": Symbol(
         "μ",
-        "decay of information per token. A quarter of the heads has 0, the others are log-spaced up to this value",
+        "decay of information per token. A quarter of the heads starts at 0, the others log-spaced up to this value",
         r"E = e^{-\mu\Delta}",
-        "0.001 instead of 0.01: no difference seen. Learned rates mostly move towards 0. Large μ cannot replace forget "
-        "gates",
+        "0.001 instead of 0.01: no difference seen. Learned rates mostly move towards 0. A large μ does not replace "
+        "forget gates",
     ),
     "alpha": Symbol(
         "α",
-        "size of the tangential step. W_o is scaled at α = 1, so a fresh block's step is proportional to α",
+        "size of the tangential step. A fresh block's step is proportional to α, because W_o is scaled at α = 1",
         r"\Delta x = \alpha\,P_T\bar v",
-        "fixed at 1 in every result. Until it became part of the block's scale, W_o cancelled it at the start",
+        "fixed at 1 in every result",
     ),
     "beta": Symbol(
         "β",
         "size of the radial step",
         r"+\,\beta\,\Delta m\,\hat v",
-        "the radial channel and evidence weights of `polar_paper` change the loss by 0.006: not shown. `polar` has no "
-        "radial channel",
+        "the radial channel and evidence weights of `polar_paper` change the loss by 0.006 bits per byte, which is not "
+        "shown. `polar` has no radial channel",
     ),
     "m_inf": Symbol(
         "m∞",
-        "information floor: what a token of magnitude 0, or far away, still counts",
+        "information floor: what a small or distant token still counts",
         r"\kappa = \frac{m^2E^2 + m_\infty^2(1 - E^2)}{\text{noise}}",
         "moves from 0.1 to 0.6–1.1 during training",
     ),
@@ -93,8 +98,8 @@ def add_parser(verbs: Any) -> None:
     """Add the verb."""
     p = verbs.add_parser(
         "explain",
-        help="what a setting of a block means: explain block.nu; what a block is made of: explain block=polar",
-        description="explain block.nu, explain block.influence.tau, explain block/influence, explain block=polar",
+        help="explain a setting (block.nu), a part (block/influence) or a block (block=polar)",
+        description="Explain a setting (block.nu), a part (block/influence) or a block (block=polar).",
     )
     p.add_argument("what", metavar="key", nargs="?", help="block.nu, block/influence, block=polar, …")
     p.add_argument("--page", action="store_true", help="print docs/symbols.md")
@@ -104,7 +109,9 @@ def add_parser(verbs: Any) -> None:
 def explain(options: argparse.Namespace) -> int:
     """Print the explanation."""
     if (options.what is None) == (not options.page):
-        raise UserError("explain takes one thing: a key (block.nu), a part (block/influence) or a block (block=polar)")
+        raise UserError(
+            "explain takes one argument: a setting (block.nu), a part (block/influence) or a block (block=polar)"
+        )
     print(symbols_page() if options.page else explanation(options.what), end="" if options.page else "\n")
     return 0
 
@@ -139,9 +146,10 @@ def _block(name: str) -> str:
         kind = settings[part]["kind"]
         lines.append(f"  {part:10} {kind:12} {_comment(_file(f'block/{part}', kind))}")
     for symbol in SYMBOLS if "influence" in settings else ():
-        letter, used = TEXTS[symbol].letter, any(settings[p]["kind"] == c for p, c in users_of(symbol))
+        text, used = TEXTS[symbol], any(settings[p]["kind"] == c for p, c in users_of(symbol))
+        letter = text.letter
         lines.append(
-            f"  {symbol:10} {_shown(settings[symbol]):12} {letter}{'' if used else ', not used by these parts'}"
+            f"  {symbol:10} {_shown(settings[symbol]):12} {letter:2} {text.short}{'' if used else ' (not used)'}"
         )
     if "influence" not in settings:
         lines += [f"  {key} = {_shown(value)}" for key, value in settings.items() if not key.startswith("_")]
@@ -150,7 +158,7 @@ def _block(name: str) -> str:
 
 def _part(part: str) -> str:
     if part not in PARTS:
-        raise UserError(f"block/{part} is no part of a block. {did_you_mean(part, PARTS)}Parts: {', '.join(PARTS)}")
+        raise UserError(f"block/{part} does not exist. {did_you_mean(part, PARTS)}Parts: {', '.join(PARTS)}")
     lines = [f"block/{part}: {PART_TITLES[part]}, a part of block=polar. Choices:"]
     for choice in part_choices(part):
         keys = [key for key in part_settings(part, choice) if key != "kind"]
@@ -180,7 +188,7 @@ def _setting(part: str, key: str) -> str:
     if not choices or key == "kind":
         known = [f"block.{p}.{k}" for p in PARTS for c in part_choices(p) for k in part_settings(p, c) if k != "kind"]
         known += [f"block.{symbol}" for symbol in SYMBOLS]
-        raise UserError(f"block.{part}.{key} is no setting. {did_you_mean(f'block.{part}.{key}', known)}".strip())
+        raise UserError(f"block.{part}.{key} does not exist. {did_you_mean(f'block.{part}.{key}', known)}".strip())
     default = part_settings(part, choices[0])[key]
     return "\n".join(
         [
@@ -197,7 +205,7 @@ def _plain_setting(name: str) -> str:
     matching = [block for block in choices_of("block") if name in shipped_settings("block", block)]
     if not matching or name.startswith("_"):
         known = [f"block.{key}" for block in choices_of("block") for key in shipped_settings("block", block)]
-        raise UserError(f"block.{name} is no setting. {did_you_mean(f'block.{name}', [*known, *OLD])}".strip())
+        raise UserError(f"block.{name} does not exist. {did_you_mean(f'block.{name}', [*known, *OLD])}".strip())
     comments = [comment for block in matching if (comment := _line_comment(_file("block", block), name))]
     return "\n".join(
         [
@@ -214,8 +222,8 @@ def allowed(key: str) -> str:
     limits = next((dict(f.metadata) for f in fields(BlockSettings) if f.name == key), {})
     if words := limits.get("choices"):
         return ", ".join(map(str, words))
-    signs = {"at_least": "≥", "above": ">", "at_most": "≤", "below": "<"}
-    return " and ".join(f"{sign} {limits[name]:g}" for name, sign in signs.items() if name in limits) or "true or false"
+    signs = {"at_least": "from", "above": "above", "at_most": "to", "below": "below"}
+    return " ".join(f"{sign} {limits[name]:g}" for name, sign in signs.items() if name in limits) or "true or false"
 
 
 def _file(group: str, name: str) -> Path:
@@ -244,7 +252,8 @@ def _shown(value: Any) -> str:
 
 PAGE = """# Symbols
 
-After this page you can set every number of the polar block on the command line and know what it did in our experiments.
+After this page you can set every number of the polar block on the command line, and you know its effect in our
+experiments.
 
 ```bash
 python train.py block=polar block.nu=4 block.mu=0.02
@@ -258,14 +267,14 @@ python -m polarlm explain block.nu  # this page, one entry at a time
 Token $i$ attends to token $j$ at lag $\\Delta$. Directions are compared by
 $s_{ij} = \\tilde\\kappa_{ij}\\,\\lVert q_i - k_j \\rVert^2 / d$.
 
-| symbol | key | meaning | where | default | allowed | used by |
-|---|---|---|---|---|---|---|
+| symbol | key | meaning | equation | default | range |
+|---|---|---|---|---|---|
 SYMBOL_ROWS
 
-Symbols are learned unless `block.frozen` names them; `optim.estimator_lr_factor=16` lets them learn faster than
-matrices. A symbol that no chosen part uses is refused with the choice that would use it.
+Symbols are learned unless `block.frozen` names them. `optim.estimator_lr_factor=16` multiplies their learning rate. A
+symbol that no chosen part uses is refused, with the name of the choice that would use it.
 
-## What they did in our results
+## What we found
 
 All on Tiny Shakespeare with 0.8 M parameters ([Results](results.md), questions 2, 7 and 8).
 
@@ -275,15 +284,14 @@ RESULT_ROWS
 
 ## Parts
 
-`block/<part>=<choice>` exchanges a part of `block=polar`; `block.<part>.<setting>=…` sets what is its own. Defaults
-come first.
+`block/<part>=<choice>` exchanges a part of `block=polar`; `block.<part>.<setting>=…` changes a setting of a part.
+Defaults come first.
 
 | part | choice | what it does | settings |
 |---|---|---|---|
 PART_ROWS
 
-Old flat keys (`block.nu_t=4`, `block.kernel=exponential`) still work on the command line and are answered with the
-new name.
+Old flat keys (`block.nu_t=4`, `block.kernel=exponential`) still work on the command line; a note names the new key.
 """
 
 
@@ -293,9 +301,9 @@ def symbols_page() -> str:
     symbols, results, parts = [], [], []
     for name, text in TEXTS.items():
         frozen = ", fixed" if {name, _OLD_NAMES.get(name, name)} & set(polar["frozen"]) else ""
-        used = ", ".join(f"`{part}={choice}`" for part, choice in users_of(name))
         row = (text.letter, f"`block.{name}`", text.meaning, f"${text.equation}$")
-        symbols.append(f"| {' | '.join([*row, _shown(polar[name]) + frozen, allowed(name), used])} |")
+        default = "matched" if polar[name] is None else _shown(polar[name]) + frozen
+        symbols.append(f"| {' | '.join([*row, default, allowed(name)])} |")
         results.append(f"| {text.letter} | {text.results} |")
     for part in PARTS:
         default = polar[part]["kind"]

@@ -95,7 +95,7 @@ LAYOUT = [
 
 def add_parser(verbs: Any) -> None:
     """Register the verb."""
-    verb = verbs.add_parser("wandb", help="upload run folders to wandb, lay out panels and reports there")
+    verb = verbs.add_parser("wandb", help="upload run folders to wandb, create workspaces and reports")
     actions = verb.add_subparsers(title="actions", metavar="action", required=True)
     action = actions.add_parser("sync", help="upload run folders: steps that are not there yet, from metrics.jsonl")
     action.add_argument("runs", nargs="+", help="run folders, patterns, or folders that contain runs")

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from polarlm.runs.reading import Run
 
 FORMATS = ("png", "svg", "pdf")
-PURPOSE = "compare run folders: a page with curves, geometry and verdicts, or a table"
-DESCRIPTION = """Compare run folders. Runs that differ only in their seed form a group; groups are compared with a
-baseline on paired seeds."""
+PURPOSE = "compare runs: a page with verdicts, curves and geometry, or a table"
+DESCRIPTION = """Compare run folders. Runs that differ only in their seed form a group.
+Groups are compared with a baseline on paired seeds."""
 EPILOG = """examples
   python -m polarlm compare runs/* --out report.html      one self-contained page
   python -m polarlm compare runs --text                   the same table here
@@ -38,7 +38,7 @@ def add_parser(verbs: Any) -> None:
     parser = verbs.add_parser("compare", help=PURPOSE, description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("runs", nargs="+", help="run folders, patterns, or folders that contain runs")
     parser.add_argument("--group", metavar="NAME", help="only runs trained with group=NAME (patterns work: 'lr-*')")
-    parser.add_argument("--sweep", metavar="NAME", help="only the runs of this sweep, finished ones it reused included")
+    parser.add_argument("--sweep", metavar="NAME", help="only runs of this sweep, reused ones included")
     parser.add_argument(
         "--searches", action="store_true", help="include the runs of learning-rate searches (tune, trial)"
     )
@@ -46,7 +46,7 @@ def add_parser(verbs: Any) -> None:
         "--out", type=Path, help="the page (default: report.html, unless --text, --csv, --json or --latex is given)"
     )
     parser.add_argument("--text", action="store_true", help="print the final table and the verdicts")
-    parser.add_argument("--latex", metavar="FILE", help="the final table for a paper, with booktabs ('-' prints it)")
+    parser.add_argument("--latex", metavar="FILE", help="the final table for a paper (booktabs; '-' prints it)")
     parser.add_argument("--csv", metavar="FILE", help="one row per run ('-' prints it)")
     parser.add_argument("--json", metavar="FILE", help="judged numbers and all curves ('-' prints it)")
     parser.add_argument(
@@ -62,21 +62,26 @@ def add_parser(verbs: Any) -> None:
         "--wandb", nargs="?", const="polarlm", metavar="PROJECT", help="push verdict, table and forest plot to wandb"
     )
     parser.add_argument("--format", choices=FORMATS, default="pdf", help="file format for --figure all (pdf)")
-    parser.add_argument("--baseline", help="block or group to compare with (standard, else the first)")
+    parser.add_argument("--baseline", help="block or group to compare with (standard if present, else the first)")
     parser.add_argument(
-        "--metric", help="the loss to judge, e.g. val/bits_per_byte (test before val, bits before loss)"
+        "--metric", help="the metric to judge, e.g. val/loss (default: test/bits_per_byte if all runs have it)"
     )
     parser.add_argument(
-        "--margin", type=float, help="differences below this do not matter, in the loss's unit (0.005 bits per byte)"
+        "--margin",
+        type=float,
+        help="smallest difference that matters, in the unit of the metric (0.005 bits per byte)",
     )
     parser.add_argument(
         "--published",
         type=float,
         metavar="NUMBER",
-        help="does the mean of the seeds beat this published number? (one-sample t; say which with --metric)",
+        help="test the mean over seeds against a published number (one-sample t; needs --metric)",
     )
     parser.add_argument(
-        "--seeds", type=int, metavar="N", help="seeds planned per group: no verdict before, and looking costs nothing"
+        "--seeds",
+        type=int,
+        metavar="N",
+        help="planned seeds per group: no verdict earlier, so early looks cost nothing",
     )
     parser.add_argument(
         "--watch",
@@ -84,7 +89,7 @@ def add_parser(verbs: Any) -> None:
         type=float,
         const=10.0,
         metavar="SECONDS",
-        help="rewrite the page every so many seconds (10) until Ctrl-C; the open page loads itself again",
+        help="rewrite the page every SECONDS (10) until Ctrl-C; the open page reloads itself",
     )
     parser.set_defaults(run=compare)
 
@@ -95,13 +100,13 @@ def compare(arguments: argparse.Namespace) -> int:
         raise UserError(f"--watch {arguments.watch:g}: give a positive number of seconds")
     if arguments.published is not None and not arguments.metric:
         given = f"--published {arguments.published:g}"
-        raise UserError(f"{given}: say which number it is, for example --metric test/perplexity {given}")
+        raise UserError(f"{given}: name its metric, for example --metric test/perplexity {given}")
     for name, least in (("margin", 0.0), ("seeds", 1), ("published", 0.0)):
         value = getattr(arguments, name)
         if value is not None and value <= least:
             raise UserError(f"--{name} {value:g}: give a number above {least:g}")
     if arguments.figure and arguments.figure != "all" and not arguments.picture:
-        raise UserError(f"--figure {arguments.figure}: say where the picture goes with --picture FILE.png")
+        raise UserError(f"--figure {arguments.figure}: add --picture FILE.png, .svg or .pdf")
     if arguments.picture and arguments.figure != "all" and arguments.picture.suffix[1:] not in FORMATS:
         raise UserError(f"--picture {arguments.picture}: the file name must end in .{', .'.join(FORMATS)}")
     if arguments.picture and not arguments.figure and arguments.picture.suffix == ".svg":
@@ -126,6 +131,7 @@ def compare(arguments: argparse.Namespace) -> int:
 
 
 def _write_all(arguments: argparse.Namespace, cache: dict, reload_seconds: float | None = None) -> None:
+    from polarlm.report.captions import shared_caption
     from polarlm.report.page import write_page
     from polarlm.report.payload import build_payload
     from polarlm.report.picture import write_figures, write_picture
@@ -168,12 +174,14 @@ def _write_all(arguments: argparse.Namespace, cache: dict, reload_seconds: float
         if out:
             write_page(groups, judgement, payload, out)
             count = sum(len(group.runs) for group in groups)
-            print(f"{arguments.out}: {count} runs, {out.stat().st_size / 1e6:.1f} MB", file=sys.stderr)
+            size = f"{count} runs, {out.stat().st_size / 1e6:.1f} MB"
+            print(f"Wrote {arguments.out} ({size}). Open it in a browser.", file=sys.stderr)
             if reload_seconds is not None:
                 return
             if arguments.figure == "all":
                 folder = arguments.picture or Path("figures")
-                for file in write_figures(out, folder, arguments.format, protocol_caption(judgement)):
+                captions = protocol_caption(judgement), shared_caption(groups)
+                for file in write_figures(out, folder, arguments.format, *captions):
                     print(file, file=sys.stderr)
             elif arguments.picture:
                 write_picture(out, arguments.picture, arguments.figure)
@@ -206,7 +214,9 @@ def selected(runs: list[Run], arguments: argparse.Namespace) -> list[Run]:
         kept = [run for run in runs if fnmatchcase(str(run.config.get("group")), arguments.group)]
         if not kept:
             near = did_you_mean(arguments.group, names)
-            raise UserError(f"--group {arguments.group}: no run has it. {near}Groups: {', '.join(names) or 'none'}")
+            raise UserError(
+                f"--group {arguments.group}: no run was trained with it. {near}Groups: {', '.join(names) or 'none'}"
+            )
     if arguments.sweep:
         kept = _of_sweep(kept, arguments.sweep)
     if arguments.searches:
@@ -214,7 +224,9 @@ def selected(runs: list[Run], arguments: argparse.Namespace) -> list[Run]:
     final = [run for run in kept if not is_search(run)]
     if not final or len(final) == len(kept):
         return kept
-    print(f"{len(kept) - len(final)} runs of searches left out (--searches includes them)", file=sys.stderr)
+    print(
+        f"Left out {len(kept) - len(final)} runs of hyperparameter searches (--searches includes them)", file=sys.stderr
+    )
     return final
 
 
@@ -239,7 +251,7 @@ def _of_sweep(runs: list[Run], name: str) -> list[Run]:
     wanted = {job["identity"] for plan in plans for job in plan["jobs"]} - {""}
     kept = [run for run in runs if run.config and identity_of(run.config) in wanted]
     if not kept:
-        raise UserError(f"--sweep {name}: none of its runs has started")
+        raise UserError(f"--sweep {name}: none of its runs has started yet")
     return kept
 
 

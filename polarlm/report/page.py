@@ -63,7 +63,7 @@ def render_page(groups: Sequence[Group], judgement: Judgement, payload: dict[str
         samples=_samples(groups),
         progress=_progress(groups),
         run_table=_run_table(groups, judgement, out),
-        footer=escape(f"Made by polarlm {polarlm.__version__} on {payload['created']}; charts by plotly.js, embedded."),
+        footer=escape(f"Made by polarlm {polarlm.__version__} on {payload['created']} with plotly.js."),
         plotly=_plotly(),
         payload=_packed(json.dumps(payload, separators=(",", ":"), allow_nan=False).encode()),
         script="\n".join(_asset(name) for name in SCRIPTS),
@@ -109,15 +109,15 @@ def _verdict(row: Judged) -> str:
 def _final_caption(groups: Sequence[Group], judgement: Judgement) -> str:
     words = f"Final numbers on the {judgement.measure.split} split, mean over seeds ± half of the 95 % interval. "
     words += "Δ is the mean difference on paired seeds; p is corrected for the number of comparisons (Holm)."
-    words += f" Seconds: {CLOCKS[judgement.clock]}."
+    words += f" Seconds are {CLOCKS[judgement.clock]}."
     if any(row.role == UNEQUAL for row in judgement.rows):
-        words += " Grey: unequal budgets, not judged."
+        words += " Grey rows have unequal budgets and are not judged."
     return words + _for_scale(groups, judgement)
 
 
 def _for_scale(groups: Sequence[Group], judgement: Judgement) -> str:
     words = [f"{name} {loss:.4g}" for name, loss in reference_losses(groups, judgement.measure.key).items()]
-    return f" For scale, {judgement.measure.title} on validation: {', '.join(words)}." if words else ""
+    return f" Simple baselines, validation {judgement.measure.title}: {', '.join(words)}." if words else ""
 
 
 def _html(table: Table, judgement: Judgement) -> str:
@@ -150,7 +150,7 @@ def _evaluated(groups: Sequence[Group]) -> str:
 def _differences(groups: Sequence[Group]) -> str:
     table = difference_table(groups)
     if not table.rows:
-        return '<p class="meta">Nothing but the seed.</p>'
+        return '<p class="meta">Only the seed.</p>'
     # What only one of two blocks has is no difference between them: the reader wants the others at a glance.
     partial = [row for row in table.rows if row[0].startswith("block.") and ABSENT in row]
     shared = [row for row in table.rows if row not in partial]

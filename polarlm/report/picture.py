@@ -15,6 +15,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=20000")
 WINDOW = (1440, 1920)  # table, verdicts, learning curves and radial growth
 SCALE = 0.7
+OF_THE_VERDICT = ("forest", "response", "waterfall", "value")
 PRINTED = re.compile(r'<script type="application/json" id="printed">(.*?)</script>', re.DOTALL)
 
 
@@ -40,13 +41,17 @@ def write_picture(page: Path, out: Path, figure: str | None = None) -> Path:
     return out
 
 
-def write_figures(page: Path, folder: Path, kind: str, protocol: str) -> list[Path]:
-    """Write every figure of a report at print size, and captions.txt: what each shows and how it was measured."""
+def write_figures(page: Path, folder: Path, kind: str, judged: str, trained: str) -> list[Path]:
+    """Write every figure of a report at print size, and captions.txt with what each shows.
+
+    A figure of the verdict has the protocol of the comparison in its caption, the others the settings of the runs.
+    """
     files, captions = [], []
     for made in _printed(page, "all", kind, titled=False):
         files.append(folder / f"{re.sub(r'[^a-z0-9]+', '-', made['name'].lower()).strip('-')}.{kind}")
         _write(files[-1], made)
-        captions.append(f"{files[-1].name}\n{made['title']}. {made['note']} {protocol}\n")
+        measured = judged if made["name"] in OF_THE_VERDICT else trained
+        captions.append(f"{files[-1].name}\n{made['title']}. {made['note']} {measured}\n")
     files.append(folder / "captions.txt")
     files[-1].write_text("\n".join(captions), encoding="utf-8")
     return files
@@ -57,10 +62,10 @@ def _printed(page: Path, figure: str, kind: str, *, titled: bool) -> list[dict]:
     wanted = {"print": figure, "format": "png" if kind == "png" else "svg", "titled": int(titled)}
     answered = PRINTED.search(_browse(f"{page.as_uri()}#{urlencode(wanted)}", "--dump-dom"))
     if answered is None:
-        raise UserError(f"{page}: the page drew no figures; is it of another version of polarlm?")
+        raise UserError(f"{page}: the browser drew no figures. Write the page again with this version of polarlm.")
     answer = json.loads(answered[1])
     if not answer["figures"]:
-        raise UserError(f"--figure {figure}: this page has no such figure. Figures: {', '.join(answer['names'])}, all")
+        raise UserError(f"--figure {figure} does not exist on this page. Choices: {', '.join(answer['names'])}, all")
     return answer["figures"]
 
 
@@ -86,11 +91,11 @@ def _browse(address: str, *options: str) -> str:
     browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
     if browser is None:
         raise UserError(
-            f"Pictures need a browser; none of {', '.join(BROWSERS)} is here. Try: apt-get install chromium"
+            f"Pictures need a browser, and none of {', '.join(BROWSERS)} is installed. Try: apt-get install chromium"
         )
     with tempfile.TemporaryDirectory() as profile:
         command = [browser, *OPTIONS, f"--user-data-dir={profile}", *options, address]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode:
-        raise UserError(f"{browser} drew nothing: {''.join(done.stderr.strip().splitlines()[-1:])}")
+        raise UserError(f"{browser} failed: {''.join(done.stderr.strip().splitlines()[-1:])}")
     return done.stdout

@@ -133,5 +133,9 @@ def published_sentence(comparison: Comparison, judgement: Judgement) -> str:
     interval = f"95 % interval {back(d.low + truth):.4g} to {back(d.high + truth):.4g}"
     corrected = f" after Holm over {c.family} groups" if c.family > 1 else ""
     p = c.p_value if c.p_adjusted is None else c.p_adjusted
-    lost = f" {c.diverged[0]} failed or diverged seeds are left out, so no win is claimed." if c.diverged[0] else ""
+    lost = (
+        f" {c.diverged[0]} failed or diverged seeds are left out, so it cannot be declared better."
+        if c.diverged[0]
+        else ""
+    )
     return f"{mean} ({interval}; {d.n} seeds, {d.method}, p {probability(p)}{corrected}): {outcome}.{lost}"

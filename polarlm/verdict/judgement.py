@@ -26,9 +26,9 @@ LOOKS_FILE = ".looks.json"
 
 # What the seconds of a budget may be, best first: recorded name → what it is.
 CLOCKS = {
-    "processor_seconds": "of the processor, without validation",
-    "training_seconds": "of training, without validation",
-    "seconds": "of the whole run, with validation",
+    "processor_seconds": "processor time without validation",
+    "training_seconds": "training time without validation",
+    "seconds": "time of the whole run, including validation",
 }
 
 

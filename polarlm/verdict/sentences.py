@@ -30,17 +30,17 @@ def verdict_parts(
         if count
     ]
     if lost:
-        parts.append(f"Left out: {' and '.join(lost)}, so no win is claimed for a block that lost seeds.")
+        parts.append(f"Left out: {' and '.join(lost)}. A block that lost seeds cannot be declared better.")
     if c.planned and c.difference.n < c.planned:
-        parts.append(f"{c.difference.n} of {c.planned} planned seeds: no verdict before all are there.")
+        parts.append(f"{c.difference.n} of {c.planned} planned seeds have finished; the verdict needs all of them.")
     if c.looks:
         looks = listed([str(n) for n in c.looks])
-        parts.append(f"Seeds were added after looking at {looks} of them: the always-valid rule keeps the error rate.")
+        parts.append(f"Seeds were added after looking at {looks} of them, so the always-valid rule decides.")
     parts += [*_second_opinions(c), *_power(c, measure)]
     if gained:
         parts.append(
             f"For {c.treatment}'s loss {c.baseline} needs {listed([gain.words() for gain in gained])} "
-            "(above 1: a saving; weakest first)."
+            "(more than 1× is a saving; the smallest first)."
         )
     if gaps is not None:
         parts.append(describe_budgets(gaps))
@@ -76,7 +76,7 @@ def _claim(c: Comparison, measure: str) -> str:
     if c.outcome == NOT_SHOWN:
         return f"{c.treatment}: {NOT_SHOWN} against {c.baseline} ({size}; {evidence})."
     word = "lower" if d.mean < 0 else "higher"
-    small = f" Yet it is no larger than the margin of {c.margin:.3g}." if c.is_equivalent and c.margin else ""
+    small = f" This is within the margin of {c.margin:.3g}." if c.is_equivalent and c.margin else ""
     return f"{c.treatment}: {c.outcome} than {c.baseline}, {word} by {abs(d.mean):.3g} {measure} ({evidence}).{small}"
 
 
@@ -88,7 +88,7 @@ def _second_opinions(c: Comparison) -> list[str]:
         words.append(f"the seeds' losses correlate by {signed(round(c.correlation, 2))}")
     if c.p_sign_flip is not None:
         words.append(f"sign-flip p {probability(c.p_sign_flip)}")
-    return [f"Beside it, each alone: {', '.join(words)}."] if words else []
+    return [f"Other tests, which do not decide: {', '.join(words)}."] if words else []
 
 
 def _power(c: Comparison, measure: str) -> list[str]:
@@ -97,14 +97,14 @@ def _power(c: Comparison, measure: str) -> list[str]:
     words = []
     smallest = smallest_effect(c.evidence, ALPHA / c.family)
     if smallest is not None:
-        words.append(f"These seeds could show {smallest:.2g} {measure} (four times out of five).")
+        words.append(f"These seeds detect a true difference of {smallest:.2g} {measure} with 80 % power.")
     if c.outcome == NOT_SHOWN and not any(c.diverged):
         wanted = seeds_to_decide(c)
         words.append(
             "More than 200 seeds would be needed to decide."
             if wanted is None
             else f"About {wanted - c.difference.n} more seed{'s' * (wanted - c.difference.n != 1)} would decide, "
-            "if difference and spread stay."
+            "if difference and spread stay as they are."
         )
     return words
 
@@ -119,7 +119,9 @@ def _why_no_interval(c: Comparison, size: str) -> str:
     if method == "no shared seed":
         return f"they share no seed ({size} between the means). Train the same seeds of each."
     if method == "too few seeds":
-        return f"{c.difference.n} seeds decide nothing once they were looked at one by one ({size})."
+        return (
+            f"{c.difference.n} seeds are too few for the always-valid rule, which applies after an early look ({size})."
+        )
     return "at least one of them has no finite result."
 
 

@@ -19,7 +19,7 @@ def test_a_symbol_is_explained_with_its_default_range_and_the_parts_that_use_it(
 def test_a_block_is_the_list_of_its_parts():
     text = explanation("block=polar")
     assert all(part in text for part in PARTS) and all(symbol in text for symbol in SYMBOLS)
-    assert "beta       0.1          β, not used by these parts" in text
+    assert "beta       0.1          β  size of the radial step (not used)" in text
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -45,7 +45,7 @@ def test_what_does_not_exist_is_refused_with_the_nearest_name(typed, near):
 
 
 def test_one_thing_is_asked_at_a_time(capsys):
-    assert main(["explain"]) == 2 and "explain takes one thing" in capsys.readouterr().err
+    assert main(["explain"]) == 2 and "explain takes one argument" in capsys.readouterr().err
 
 
 def test_the_page_of_symbols_is_the_same_text():

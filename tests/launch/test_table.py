@@ -55,12 +55,15 @@ def test_a_difference_that_rounds_to_zero_has_no_sign():
     assert show_estimate(estimate_mean([-0.005, 0.0042]), signed=True).startswith("0.000 ±")
 
 
-def test_losses_of_each_corruption_stand_beside_their_rates():
+def test_every_corruption_and_rate_is_a_row_that_fits_80_columns():
     from polarlm.launch.evaluate import table_of
 
-    answer = {"rate": [0.0, 0.1], "random": {"loss": [1.5, 2.5]}, "repeated": {"loss": [1.5, 2.25]}}
-    assert table_of(answer, "by_corruption") == [
-        "rate  random loss  repeated loss",
-        "   0          1.5            1.5",
-        " 0.1          2.5           2.25",
+    columns = {"loss": [1.5, 2.5], "loss_after_clean_token": [1.5, 2.25]}
+    answer = {"rate": [0.0, 0.1], **dict.fromkeys(("random", "shuffled", "repeated"), columns)}
+    lines = table_of(answer, "by_corruption")
+    assert lines[:3] == [
+        "kind      rate  loss  loss after clean token",
+        "random       0   1.5                     1.5",
+        "random     0.1   2.5                    2.25",
     ]
+    assert len(lines) == 7 and lines[-1].startswith("repeated")

@@ -60,7 +60,7 @@ def test_small_pictures_of_the_page_and_of_one_figure_for_a_readme(tmp_path):
     image = Image.open(one)
     assert image.size == (3 * 624, 3 * 384)  # 6.5 × 4 inches at 288 dots per inch
     assert len(image.convert("RGB").getcolors(1 << 20)) > 30
-    with pytest.raises(UserError, match="no such figure"):
+    with pytest.raises(UserError, match="does not exist on this page"):
         compare(tmp_path / "runs", "--out", tmp_path / "report.html", "--picture", one, "--figure", "lenght")
     with pytest.raises(UserError, match="--picture"):
         compare(tmp_path / "runs", "--figure", "forest")
@@ -78,7 +78,10 @@ def test_every_figure_for_a_paper_with_its_caption(tmp_path, kind):
     names = {file.stem for file in figures.glob(f"*.{kind}")}
     assert {"forest", "bits", "length", "calibration"} <= names
     captions = (figures / "captions.txt").read_text()
-    assert all(f"{name}.{kind}\n" in captions for name in names) and "paired seeds" in captions
+    caption = dict(entry.split("\n", 1) for entry in captions.split("\n\n"))
+    assert set(caption) == {f"{name}.{kind}" for name in names}
+    assert "paired seeds with 95 % intervals" in caption[f"forest.{kind}"]  # how the verdict was reached
+    assert "paired seeds" not in caption[f"bits.{kind}"] and "All runs:" in caption[f"bits.{kind}"]
     for file in figures.glob(f"*.{kind}"):
         assert file.read_bytes().startswith(b"%PDF" if kind == "pdf" else b"<svg")
     if kind == "svg":  # light colours and a legend, whatever the reader's theme
@@ -164,7 +167,7 @@ def test_a_watched_page_loads_itself_again_as_the_reader_left_it(tmp_path, open_
     def use_the_page(seconds):
         if use_the_page.page is None:
             use_the_page.page = page = open_page(out)
-            assert "loads itself again every 5 s" in page.locator("#live").inner_text()
+            assert "reloads every 5 s" in page.locator("#live").inner_text()
             page.evaluate("state.axis = 'seconds'; toggle([DATA.runs[0]], false)")
             write_run(tmp_path / "runs" / "new", "polar", diagnostics=False)
             return

@@ -54,7 +54,7 @@ def test_one_file_without_outside_references(tmp_path):
     assert not [r for r in references if r.startswith(("http:", "https:", "//"))]
     assert (tmp_path / "report.html").stat().st_size < 3e6
     assert 'href="runs/polar-seed1/"' in page
-    assert "For scale, bits per byte on validation: unigram 3.12, bigram 2.37." in page
+    assert "Simple baselines, validation bits per byte: unigram 3.12, bigram 2.37." in page
     data = payload_of(page)
     assert len(data["runs"]) == 9
     assert data["diagnostics"][0]["final"]["radial/residual_rms"]["mean"][0] == pytest.approx(0.6, rel=0.1)
@@ -177,7 +177,7 @@ def test_searches_are_left_out_and_groups_and_sweeps_are_chosen_by_name(tmp_path
 
     final = ["polar-seed1", "polar-seed2", "standard-seed1", "standard-seed2"]
     kept, said = compared()
-    assert kept == final and "3 runs of searches left out" in said
+    assert kept == final and "Left out 3 runs of hyperparameter searches" in said
     assert compared("--searches")[0] == sorted([*final, "rfa-1", "rfa-2", "tuned"])
     assert compared("--group", "tune-*")[0] == ["rfa-1", "rfa-2"]  # nothing but a search: it is what was asked for
     with pytest.raises(UserError, match="Did you mean first-look"):

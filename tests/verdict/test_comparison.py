@@ -174,7 +174,7 @@ def test_a_difference_smaller_than_the_margin_is_called_both():
     treatment = losses(base - 0.002 + 0.0002 * np.array([1, -1, 0, 1, -1]))
     comparison = compare_seeds("a", treatment, "b", losses(base), margin=0.005)
     assert comparison.outcome == BETTER
-    assert "no larger than the margin of 0.005" in verdict(comparison, "bits per byte")
+    assert "within the margin of 0.005" in verdict(comparison, "bits per byte")
 
 
 def test_holm_against_a_hand_computed_example():

@@ -463,4 +463,4 @@ def test_the_mean_of_the_seeds_is_judged_against_a_published_number(tmp_path):
     summary = json.loads((folders[-1] / "summary.json").read_text())
     record(folders[-1], "summary.json", summary | {"status": "failed"})
     lost = compare_published(groups_of(folders), judgement, 28.01)[1]
-    assert lost.outcome == "no difference shown" and "no win is claimed" in published_sentence(lost, judgement)
+    assert lost.outcome == "no difference shown" and "cannot be declared better" in published_sentence(lost, judgement)

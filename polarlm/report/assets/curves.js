@@ -105,7 +105,7 @@ function curveFigure(kind, unit, read, title, note, { back = (v) => v, reference
   const { shapes, annotations, range } = references(reference && DATA.references[reference], usefulRange(traces));
   const bandWord = spread ? (state.band === "interval" ? " Band: 95 % interval of the mean." : " Band: range of seeds.") : "";
   return {
-    title: title(ends, DATA.runs.some((run) => isShown(run) && !["finished", "failed"].includes(run.status)) ? "stands at" : "ends at"), note: note + bandWord, groups: drawn, traces,
+    title: title(ends, DATA.runs.some((run) => isShown(run) && !["finished", "failed"].includes(run.status)) ? "is now" : "ends at"), note: note + bandWord, groups: drawn, traces,
     layout: {
       uirevision: [state.axis, state.logX, state.logY].join(), hovermode: "closest", shapes, annotations,
       xaxis: { title: { text: AXES[state.axis] }, type: state.logX ? "log" : "linear", exponentformat: "SI" },
@@ -163,7 +163,7 @@ FIGURES.bits = () => {
 
 FIGURES.perplexity = () => curveFigure("val", "perplexity", (run) => run.val.loss || [],
   (ends, verb) => (DATA.oneTokenizer ? `Validation perplexity ${verb}: ` + perGroup(ends, digits) : "Perplexities of different tokenizers: not comparable"),
-  DATA.oneTokenizer ? "Per token; averaged, and its interval taken, as the loss it is the exponential of." : "Each counts its own tokens. Compare bits per byte.",
+  DATA.oneTokenizer ? "Per token. Mean and interval are computed on the loss and then exponentiated." : "Each tokenizer has its own tokens. Compare bits per byte.",
   { back: Math.exp, reference: DATA.oneTokenizer ? "perplexity" : null });
 
 // The number in a title is where the drawn curve ends, so a title says when that curve is smoothed.
@@ -171,14 +171,14 @@ const smoothedWord = (name) => sentence(state.smoothing ? `smoothed ${name}` : n
 
 FIGURES.training = () => curveFigure("train", "loss (nats per token)", (run) => run.train.loss,
   (ends, verb) => `${smoothedWord("training loss")} ${verb}: ` + perGroup(ends, digits),
-  "Averaged over short stretches of steps" + (state.smoothing ? `, then smoothed (${state.smoothing}).` : "."), { reference: DATA.oneTokenizer ? "loss" : null });
+  "Averaged over short intervals of steps" + (state.smoothing ? `, then smoothed (${state.smoothing}).` : "."), { reference: DATA.oneTokenizer ? "loss" : null });
 
 FIGURES.gradient = () => curveFigure("train", "gradient norm", (run) => run.train.gradNorm,
-  (ends, verb) => `${smoothedWord("gradient norm")} ${verb}: ` + perGroup(ends), "Before clipping, averaged over short stretches of steps" + (state.smoothing ? `, then smoothed (${state.smoothing}).` : "."));
+  (ends, verb) => `${smoothedWord("gradient norm")} ${verb}: ` + perGroup(ends), "Before clipping, averaged over short intervals of steps" + (state.smoothing ? `, then smoothed (${state.smoothing}).` : "."));
 
 FIGURES.rate = () => curveFigure("train", "learning rate", (run) => run.train.lr,
   (ends) => "Highest learning rate logged: " + perGroup(ends.map(({ group }) => ({ group, value: highest(shownRuns(group).flatMap((run) => finite(run.train.lr))) }))),
-  "As scheduled.", { smoothed: false });
+  "The schedule of the learning rate.", { smoothed: false });
 
 FIGURES.throughput = () => {
   const groups = shownGroups(), traces = [], speeds = [];
@@ -197,7 +197,7 @@ FIGURES.throughput = () => {
   const first = DATA.groups[speeds[0].group].label;
   return {
     title: others.length ? `Training speed relative to ${first}: ` + perGroup(others, (v) => Math.round(v) + " %") : `${first} trains at ${short(base)} tokens/s`,
-    note: "Tokens per second of training; each dot is a run. Only runs on the same, otherwise idle machine can be compared.", traces,
+    note: "Tokens per second of training; each dot is a run. Compare only runs from the same, otherwise idle machine.", traces,
     height: Math.max(200, 70 + 34 * speeds.length),
     layout: { xaxis: { title: { text: "tokens per second" }, rangemode: "tozero", exponentformat: "SI" },
       yaxis: { autorange: "reversed", showgrid: false, ticks: "", type: "category", automargin: true }, barmode: "overlay", margin: { l: 20, r: 12, t: 6, b: 42 } },

@@ -132,7 +132,7 @@ function short(value) {
 // "standard 1.2, polar 1.1", or the spread when there are too many to read.
 function perGroup(items, write = short) {
   const known = items.filter((item) => Number.isFinite(item.value));
-  if (known.length === 0) return "not known";
+  if (known.length === 0) return "unknown";
   if (known.length <= 4) return known.map((item) => DATA.groups[item.group].label + " " + write(item.value)).join(", ");
   const values = known.map((item) => item.value);
   if (write(Math.min(...values)) === write(Math.max(...values))) return `${write(values[0])} in all ${known.length} groups`;

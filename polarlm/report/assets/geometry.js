@@ -9,7 +9,7 @@ const having = (wanted) => named("final").filter((name) => DATA.diagnostics.some
 const options = (names) => names.map((value) => ({ value, text: `${value.split("/")[0]}: ${quantity(value).title}` }));
 // A sentence for a reader who has not met the quantity, then how it was measured.
 const explained = (name, note) => [quantity(name).meaning, note].filter(Boolean).join(" ");
-// Deeper layers and later heads are stronger in colour.
+// Deeper layers and later heads have stronger colours.
 const shade = (g, i, n) => mix(ink.groups[g], ink.paper, n > 1 ? 0.65 * (1 - i / (n - 1)) : 0);
 
 FIGURES.depth = () => {
@@ -72,8 +72,8 @@ FIGURES.growth = () => {
   traces.unshift({ type: "scatter", mode: "lines", x: [from, to], y: [from, to], line: { color: ink.soft, width: 1, dash: "dot" }, hoverinfo: "skip", meta: {} });
   const known = fits.filter((f) => Number.isFinite(f.slope));
   return {
-    title: known.length ? "Over layers, measured growth against predicted has slope (R²): " + slopes(known, "slope", "r2") : "Measured against predicted growth",
-    note: explained(name, "One point per layer (first and last numbered, deeper is stronger); dotted: measured = predicted." + overTokens(fits)),
+    title: known.length ? "Regression of measured on predicted growth over layers, slope (R²): " + slopes(known, "slope", "r2") : "Measured against predicted growth",
+    note: explained(name, "One point per layer (first and last are numbered, deeper layers have stronger colours). Dotted: measured = predicted." + overTokens(fits)),
     groups: drawn, traces,
     layout: { xaxis: { title: { text: quantity(predicted).axis } }, yaxis: { title: { text: quantity(name).axis } } },
   };
@@ -88,7 +88,7 @@ function lineThrough(x, y) {
 
 function overTokens(fits) {
   const known = fits.filter((f) => Number.isFinite(f.tokens));
-  return known.length ? ` Over the tokens of a layer the slope (R²) is on average: ${slopes(known, "tokens", "r2Tokens")}.` : "";
+  return known.length ? ` Over the tokens of a layer, mean slope (R²): ${slopes(known, "tokens", "r2Tokens")}.` : "";
 }
 
 // Of few groups each; of many the range, so that none is left out.
@@ -132,7 +132,7 @@ FIGURES.heat = () => {
   });
   const spreads = groups.map((g) => { const values = flat(finalMean(g, name)); return { group: g, value: highest(values) - lowest(values) }; });
   return { title: `${sentence(quantity(name).title)} differs between heads by up to: ` + perGroup(spreads), traces, layout, height: (twice ? 90 : 60) + (twice ? 250 : 230) * rows,
-    note: explained(name, (within ? "Every map has its own colour scale. " : "") + "By layer and head at the newest probe, mean over tokens and seeds." + (probed().length > MOST_MAPS ? ` The first ${MOST_MAPS} shown groups.` : "")) };
+    note: explained(name, (within ? "Each map has its own colour scale. " : "") + "By layer and head at the newest probe, mean over tokens and seeds." + (probed().length > MOST_MAPS ? ` The first ${MOST_MAPS} shown groups.` : "")) };
 };
 
 // One line per group, per layer, or per head of one layer; `read(g)` gives [layer][head][x].
@@ -173,7 +173,7 @@ FIGURES.lag = () => {
   });
   const symbol = quantity(name).title.replace(/^log /, ""), farthest = profile(groups[0]).x.at(-1);
   const doublings = Array.from({ length: 1 + Math.floor(Math.log2(Math.max(1, farthest))) }, (_, n) => 2 ** n);
-  return { groups, traces, note: explained(name, "At the newest probe, mean over queries and seeds; deeper layers are stronger."),
+  return { groups, traces, note: explained(name, "At the newest probe, mean over queries and seeds; deeper layers have stronger colours."),
     title: `${sentence(symbol)} at lag ${farthest} relative to lag 1: ` + perGroup(change, (v) => short(v) + "×"),
     layout: { uirevision: name, xaxis: { title: { text: profile(groups[0]).xlabel + " (tokens)" }, type: "log", tickvals: doublings }, yaxis: { title: { text: quantity(name).axis } } } };
 };
@@ -206,6 +206,6 @@ FIGURES.trajectory = () => {
     return DATA.groups[g].label + (from === to ? ` stays at ${to}` : ` ${from} → ${to}`);
   });
   return { title: `${sentence(quantity(name).title)} over training` + (groups.length > 4 ? "" : ": " + moves.join(", ")), groups, traces,
-    note: explained(name, "Mean over seeds; deeper layers (later heads) are stronger."),
+    note: explained(name, "Mean over seeds; deeper layers (later heads) have stronger colours."),
     layout: { uirevision: name + state.logY, xaxis: { title: { text: AXES.tokens }, exponentformat: "SI" }, yaxis: { title: { text: quantity(name).axis }, type: state.logY ? "log" : "linear" } } };
 };

@@ -62,7 +62,7 @@ function live() {
   const note = $("#live"), button = element("button", { type: "button" });
   const write = () => {
     button.textContent = state.paused ? "continue" : "pause";
-    note.replaceChildren(`Live: written ${new Date(DATA.created).toLocaleTimeString()}, ${state.paused ? "paused" : `loads itself again every ${DATA.reload} s`} `, button);
+    note.replaceChildren(`Live: written ${new Date(DATA.created).toLocaleTimeString()}, ${state.paused ? "paused" : `reloads every ${DATA.reload} s`} `, button);
   };
   button.onclick = () => { state.paused = !state.paused; remember(); write(); };
   write();

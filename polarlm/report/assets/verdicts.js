@@ -21,7 +21,7 @@ FIGURES.forest = () => {
   if (!rows.length) return null;
   const y = rows.map((_, i) => i), traces = [], shapes = [], annotations = [], margin = DATA.verdict.margin;
   const ends = rows.flatMap((r) => [r.mean, r.low, r.high, ...(r.all || []), r.detectable, r.detectable === null ? null : -r.detectable]);
-  // A row whose seeds could show nothing must not flatten the others.
+  // A row with very little power must not flatten the others.
   const inner = highest(rows.flatMap((r) => [r.mean, r.low, r.high].map((v) => (v === null ? null : Math.abs(v)))));
   const reach = Math.min(1.15 * highest(ends.map((v) => (v === null ? null : Math.abs(v)))), 2.2 * inner) || 1;
   if (margin) shapes.push({ type: "rect", xref: "x", yref: "paper", x0: -Math.min(margin, reach), x1: Math.min(margin, reach), y0: 0, y1: 1, fillcolor: fade(ink.grey, 0.16), line: { width: 0 }, layer: "below" });
@@ -33,9 +33,9 @@ FIGURES.forest = () => {
     if (r.low !== null) segment(r.low, r.high, r.grey ? 3 : 5, { meta: { group: r.group, interval: true } });
     if (r.detectable !== null && r.detectable <= reach && !r.grey) {
       traces.push({ type: "scatter", mode: "markers", x: [-r.detectable, r.detectable], y: [i, i], marker: { symbol: "line-ns-open", size: 14, color: ink.soft, line: { width: 1 } }, meta: { group: r.group, detectable: true },
-        hovertemplate: `smallest effect that these seeds could show<br>±${short(r.detectable)} ${DATA.unit}<extra>${label}</extra>` });
+        hovertemplate: `smallest difference detected with 80 % power<br>±${short(r.detectable)} ${DATA.unit}<extra>${label}</extra>` });
     }
-    const interval = r.low === null ? "no interval" : `95 % alone: ${short(r.low)} to ${short(r.high)}`;
+    const interval = r.low === null ? "no interval" : `95 % interval ${short(r.low)} to ${short(r.high)}`;
     const p = r.p === null ? "" : `<br>p = ${r.p < 0.001 ? "below 0.001" : r.p.toFixed(3)} (Holm)`;
     traces.push({ type: "scatter", mode: "markers", x: [r.mean], y: [i], marker: { color: r.grey ? ink.paper : colour, size: 11, symbol: "circle", line: { color: r.grey ? colour : ink.paper, width: 1.5 } }, meta: { group: r.group },
       hovertemplate: `${r.mean > 0 ? "+" : ""}${short(r.mean)} ${plain(DATA.unit)}<br>${interval}${p}<br>${r.n} seeds<extra>${label}: ${r.outcome}</extra>` });
@@ -47,9 +47,9 @@ FIGURES.forest = () => {
   });
   const baselines = [...new Set(rows.map((r) => r.baseline))], against = baselines.length === 1 ? baselines[0] : "its baseline";
   const lower = DATA.verdict.lowerIsBetter;
-  const notes = ["Dot: mean over paired seeds. Thick: 95 % interval, as in the table. Thin: 95 % intervals that hold for all comparisons together (Bonferroni)."];
-  if (margin) notes.push(`Shaded: ±${short(margin)}, too small to matter.`);
-  notes.push("Upright ticks: the smallest effect that these seeds could show four times out of five.");
+  const notes = ["Dot: mean over paired seeds. Thick bar: 95 % interval, as in the table. Thin bar: simultaneous 95 % interval for all comparisons (Bonferroni)."];
+  if (margin) notes.push(`Shaded: differences within ±${short(margin)} are negligible.`);
+  notes.push("Vertical ticks: the smallest true difference that these seeds detect with 80 % power.");
   if (rows.some((r) => r.grey)) notes.push("Grey, hollow: unequal budgets, not judged.");
   return {
     title: `Difference from ${against} in ${DATA.title}, ${DATA.split} split (left is ${lower ? "better" : "worse"})`, note: notes.join(" "), traces,
@@ -78,7 +78,7 @@ FIGURES.response = () => {
   }
   const base = points.find((p) => p.baseline), fits = response.fits.filter((f) => shownRuns(f.group).length);
   for (const fit of fits) traces.push({ type: "scatter", mode: "lines", x: fit.x, y: fit.y, line: { color: blocks.length > 1 ? ink.groups[fit.group] : ink.accent, width: 1.4, dash: "dash" }, hoverinfo: "skip", meta: { fit: true } });
-  const doubling = fits.length ? ` Dashed: loss = a + b·log₂(width), fitted to all seeds; a doubling brings ${fits.map((f) => `${f.block} ${short(f.perDoubling)}`).join(", ")}.` : "";
+  const doubling = fits.length ? ` Dashed: loss = a + b·log₂(width), fitted to all seeds; doubling the width changes the loss by ${fits.map((f) => `${f.block} ${short(f.perDoubling)}`).join(", ")}.` : "";
   return { title: `${sentence(DATA.title)} against ${response.name}` + (base ? ` (baseline: ${response.name} = ${base.x})` : ""), traces,
     note: `On the whole ${DATA.split} split. Line: mean over seeds; band: 95 % interval of each mean; dots: seeds; diamond: the baseline.${doubling}`,
     layout: { xaxis: { title: { text: response.key }, type: response.log ? "log" : "linear", ...(response.log ? { tickvals: [...new Set(points.map((p) => p.x))], ticktext: [...new Set(points.map((p) => p.x))].map(String) } : {}) },
@@ -101,8 +101,8 @@ FIGURES.waterfall = () => {
   });
   const all = [...levels, ...steps.flatMap((s, k) => (s.low === null ? [] : [levels[k] + s.low, levels[k] + s.high]))];
   const shown = steps.filter((s) => s.outcome in OUTCOME_INK).length;
-  return { title: `What each step brings: ${shown} of ${steps.length} shown, ${short(levels.at(-1) - start)} ${DATA.unit} in all`, traces,
-    note: `From ${names[0]} to ${names.at(-1)}, each step against the one before on paired seeds. Upright lines: 95 % interval of the step alone; colour: shown after Holm over everything on this page.`,
+  return { title: `Change by each step: ${shown} of ${steps.length} shown, ${short(levels.at(-1) - start)} ${DATA.unit} in total`, traces,
+    note: `From ${names[0]} to ${names.at(-1)}, each step is compared with the one before on paired seeds. Vertical lines: 95 % interval of each step. Coloured: significant after the Holm correction for all comparisons of this page.`,
     layout: { barmode: "overlay", xaxis: { tickvals: names.map((_, i) => i), ticktext: text, tickangle: narrow() ? -90 : 0, showgrid: false, automargin: true },
       yaxis: { title: { text: DATA.title }, range: [Math.max(lowest(all), low - 2 * room) - 0.1 * room, Math.min(highest(all), high + 2 * room) + 0.1 * room] } } };
 };

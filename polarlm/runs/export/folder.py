@@ -191,7 +191,10 @@ def model_card(run: RestoredRun, *, remote: bool, verdict: str | None = None) ->
     rows = []
     for split in ("val", "test"):
         numbers = [(m, known_number(summary, f"{split}/{m.name}")) for m in METRICS]
-        rows += [f"| {split} | {m.title} ({m.unit}) | {formatted(m.name, v)} |" for m, v in numbers if v is not None]
+        for m, v in numbers:
+            if v is not None:
+                unit = "" if m.unit == m.title else f" ({m.unit})"
+                rows.append(f"| {split} | {m.title}{unit} | {formatted(m.name, v)} |")
     tokens, flops, seconds = (known_number(summary, key) for key in ("tokens", "flops_per_token", "seconds"))
     seed = known_number(config, "seed")
     budget = [
@@ -215,8 +218,8 @@ def model_card(run: RestoredRun, *, remote: bool, verdict: str | None = None) ->
         f"# {run.folder.name}",
         "",
         f"A small language model with the `{choices['block']}` block, trained with polarlm as an experiment on "
-        "transformer blocks. It continues text; it was not tuned to follow instructions, and it can say anything that "
-        "its training text could make likely.",
+        "transformer blocks. It continues text. It was not tuned to follow instructions, and its output is not "
+        "filtered.",
         "",
         f"- **Data**: {choices['data']} (train split{size}), tokenizer {choices['tokenizer']}, "
         f"vocabulary {model.vocab_size:,}",
