@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 import torch
 
-from polarlm.attention.robust.noise import NOISE_ROWS, RADIAL_ROWS
+from polarlm.attention.robust.call import NOISE_ROWS, RADIAL_ROWS
 from polarlm.fast import triton_backend
 from polarlm.fast.triton_backend import LAUNCH, NARROWER, block_sizes
 

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from polarlm.attention.frequencies import Turns
 from polarlm.attention.mixer import MixerShape, TokenContext
+from polarlm.attention.parts.transport import Turns
 from polarlm.attention.standard import StandardAttention
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polarlm.attention.forgetting import fading
 from polarlm.attention.initialisation import linear
 from polarlm.attention.mixer import MixerShape, TokenContext, merge_heads, split_heads
+from polarlm.attention.parts.forgetting import fading
 from polarlm.attention.standard import StandardAttention, attention_weights
 from polarlm.geometry.transport import rotate
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from polarlm.attention.frequencies import Turns
 from polarlm.attention.mixer import MixerShape, TokenContext
+from polarlm.attention.parts.transport import Turns
 from polarlm.attention.standard import StandardAttention
 
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polarlm.attention.element_gated import ElementGatedAttention
-from polarlm.attention.frequencies import Turns
 from polarlm.attention.initialisation import linear
 from polarlm.attention.mixer import MixerShape, TokenContext
+from polarlm.attention.parts.transport import Turns
 
 UNSHIFTED = "unshifted"  # where a cache keeps the last token's key and value, (B, 2G, 1, Dh)
 

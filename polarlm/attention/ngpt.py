@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from polarlm.attention.frequencies import Turns
 from polarlm.attention.mixer import MixerShape, TokenContext
+from polarlm.attention.parts.transport import Turns
 from polarlm.attention.standard import StandardAttention
 from polarlm.geometry.sphere import on_sphere
 from polarlm.geometry.transport import rotate

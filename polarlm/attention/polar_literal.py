@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from polarlm.attention.estimator import Estimator, refuse_noiseless, scalar
-from polarlm.attention.filter import LOGIT_FLOPS
 from polarlm.attention.initialisation import linear
 from polarlm.attention.mixer import KeyValueCache, Mixer, MixerShape, TokenContext, mean_visible
+from polarlm.attention.parts.influence import LOGIT_FLOPS
 from polarlm.geometry import rotate
 from polarlm.geometry.precision import log_kappa, log_kappa_tilde, log_rho, log_rho_tilde
 from polarlm.geometry.robust import causal_mask

@@ -22,10 +22,10 @@ from polarlm.attention.estimator import (
     refuse_noiseless,
     slowest_instead_of_none,
 )
-from polarlm.attention.filter import record_estimate, robust_flops
-from polarlm.attention.frequencies import Frequencies, Turns
 from polarlm.attention.initialisation import linear
 from polarlm.attention.mixer import Mixer, MixerShape, TokenContext, merge_heads, split_heads
+from polarlm.attention.parts.influence import record_estimate, robust_flops
+from polarlm.attention.parts.transport import Frequencies, Turns
 from polarlm.attention.robust import PLAIN_KERNELS, AttentionOutput, DirectionalNoise, RobustCall, robust_attention
 from polarlm.geometry.sphere import on_sphere
 from polarlm.geometry.transport import rotate

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from polarlm.attention.additions import HeadGate, ValueResidual
 from polarlm.attention.estimator import Value
-from polarlm.attention.forgetting import fading, forget_gate
-from polarlm.attention.frequencies import Frequencies, Turns
 from polarlm.attention.initialisation import linear
 from polarlm.attention.mixer import (
     Mixer,
@@ -18,6 +16,8 @@ from polarlm.attention.mixer import (
     mean_visible,
     split_heads,
 )
+from polarlm.attention.parts.forgetting import fading, forget_gate
+from polarlm.attention.parts.transport import Frequencies, Turns
 from polarlm.attention.projections import rotated_heads
 from polarlm.attention.robust import DirectionalNoise, RobustCall, robust_attention
 from polarlm.errors import UserError

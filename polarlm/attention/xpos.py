@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polarlm.attention.frequencies import Turns
 from polarlm.attention.mixer import MixerShape, TokenContext
+from polarlm.attention.parts.transport import Turns
 from polarlm.attention.standard import StandardAttention
 from polarlm.errors import UserError
 from polarlm.geometry.transport import rotate

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polarlm.attention.forgetting import FORGOTTEN
 from polarlm.attention.mixer import KeyValueCache, TokenContext
+from polarlm.attention.parts import SCALARS
+from polarlm.attention.parts.forgetting import FORGOTTEN
 from polarlm.attention.polar import PolarAttention
-from polarlm.attention.polar_noise import directional_noise, radial_noise
 from polarlm.attention.rfa import RobustFilterAttention
+from polarlm.attention.robust import DirectionalNoise
 from polarlm.attention.standard import StandardAttention
 from polarlm.attention.xsa import ExclusiveAttention
 from polarlm.geometry.sphere import SPHERE_EPS
@@ -72,7 +73,7 @@ def _weights(block: Block, x: Tensor) -> Matrices | None:
         up, down, hidden = ffn.up, ffn.down, ffn.hidden
     else:
         return None
-    if not hasattr(mixer, "out"):  # a tied output is W_v transposed
+    if getattr(mixer, "out", None) is None:  # a tied output is W_v transposed
         return None
     parts = [getattr(mixer, name, None) for name in ("qkv", "qk", "v")]
     projections, whole = [part for part in parts if part is not None], not (x.shape[-1] % VECTOR or hidden % VECTOR)
@@ -130,54 +131,55 @@ def rfa_recipe(mixer: RobustFilterAttention) -> Recipe | None:
     )
 
 
-# Polar's switches that the recipe passes on whatever they are, and those that must have the value given here. A test
-# holds both together against the block's signature, so that a new switch has to say which it is.
-PASSED_ON = ("projection", "radial", "radial_correlation", "rotate_values", "lift", "evidence_clamp", "alpha_over_m",
-             "residual_form", "forgetting", "forget_bias", "value_weight_decay",
-             "frozen")  # fmt: skip
+# Polar's settings that must have the value given here, and those that the recipe passes on whatever they are. One that
+# is in neither must be what its part takes for it by default, so a new one is decoded by its own code until it is here.
 REQUIRED = {
     "norm_position": "both",
     "norm_scope": "per_head",
     "norm_gain": "none",
     "norm_values": True,
-    "magnitude": True,
+    "magnitude": "own",
     "retract": "none",
     "irls_steps": 1,
     "frequencies": "shared",
-    "head_gate": None,
-    "value_residual": None,
-    "transport": None,
+    "head_gate": False,
+    "value_residual": False,
+    "transport": "rotary",
     "radial_flow": "decay",
     "consensus": "none",
     "uncertainty": "none",
     "projector": "real",
     "tie_output": False,
 }
+PASSED_ON = {"projection", "radial", "radial_correlation", "rotate_values", "lift", "evidence_clamp", "alpha_over_m",
+             "residual_form", "forgetting", "forget_bias", "value_weight_decay", "mu_spread", "kernel",
+             *SCALARS}  # fmt: skip
 
 
 def polar_recipe(mixer: PolarAttention) -> Recipe | None:
     """The recipe with the values that the scalars have now."""
-    switches = {name: getattr(mixer, name) for name in REQUIRED if name not in ("norm_gain", "frequencies")}
-    switches |= {"norm_gain": "none" if mixer.q_gain is None else "channel", "frequencies": mixer.frequencies.kind}
-    if switches != REQUIRED or mixer.kernel not in ("student", "exponential"):
+    parts, defaults = mixer.parts, {key: value for part in mixer.parts for key, value in part.arguments().items()}
+    known = defaults | REQUIRED
+    usual = all(known[key] == value for key, value in parts.settings().items() if key not in PASSED_ON)
+    if not usual or parts.influence.kernel not in ("student", "exponential"):
         return None
     scalars = mixer.estimator.read()
     return Recipe(
         heads=mixer.shape.n_head,
-        kernel=mixer.kernel,
-        noise=directional_noise(scalars),
+        kernel=parts.influence.kernel,
+        noise=DirectionalNoise.of(scalars),
         rotate_values=mixer.rotate_values,
         qk_radius=float(scalars["radius"] * 0.5**0.5),
         eps=SPHERE_EPS,
-        residual_form=mixer.residual_form,
+        residual_form=parts.influence.residual_form,
         norm_values=True,
-        radial_mode="off" if mixer.radial == "none" else mixer.radial,
-        radial=radial_noise(scalars, mixer.radial),
-        radial_correlation=mixer.radial_correlation,
-        projection=mixer.projection,
-        evidence_clamp=mixer.evidence_clamp,
+        radial_mode=parts.radial.mode,
+        radial=parts.radial.noise(scalars),
+        radial_correlation=parts.radial.radial_correlation,
+        projection=parts.step.projection,
+        evidence_clamp=parts.step.evidence_clamp,
         alpha=float(scalars["alpha"]),
-        alpha_by_m=not mixer.alpha_over_m,
+        alpha_by_m=not parts.step.alpha_over_m,
         beta=float(scalars["beta"]) if "beta" in scalars else 0.0,
         forgets=mixer.forget is not None,
     )

@@ -12,8 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polarlm.attention.robust.call import KERNELS, RADIAL_CORRELATIONS, RADIAL_MODES, AttentionOutput, RobustCall
-from polarlm.attention.robust.noise import NOISE_ROWS, RADIAL_ROWS
+from polarlm.attention.robust.call import (
+    KERNELS,
+    NOISE_ROWS,
+    RADIAL_CORRELATIONS,
+    RADIAL_MODES,
+    RADIAL_ROWS,
+    AttentionOutput,
+    RobustCall,
+)
 from polarlm.geometry.precision import MAX_QUERY_PRECISION, MIN_MAGNITUDE
 
 from .build import NotBuilt, library

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polarlm.attention.robust.noise import DirectionalNoise, RadialNoise
+from polarlm.attention.robust.call import DirectionalNoise, RadialNoise
 from polarlm.geometry.multihead import PROJECTIONS
 from polarlm.geometry.precision import MAX_QUERY_PRECISION, MIN_MAGNITUDE
 

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polarlm.attention.robust.call import AttentionOutput, RobustCall
-from polarlm.attention.robust.noise import DirectionalNoise, RadialNoise
+from polarlm.attention.robust.call import AttentionOutput, DirectionalNoise, RadialNoise, RobustCall
 
 # Of the largest entry of each tensor. fp32 leaves about 1e-5, bf16 operands about 1e-2; a wrong kernel 1e-1.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.bfloat16: 3e-2, torch.float16: 3e-2}

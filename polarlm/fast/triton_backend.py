@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polarlm.attention.robust.call import AttentionOutput, RobustCall
-from polarlm.attention.robust.noise import NOISE_ROWS, RADIAL_ROWS
+from polarlm.attention.robust.call import NOISE_ROWS, RADIAL_ROWS, AttentionOutput, RobustCall
 from polarlm.geometry.precision import MIN_MAGNITUDE
 
 from .operator import dense_channels, differentiable, operator

@@ -184,7 +184,7 @@ def _check_alone(mixer: PolarAttention) -> None:
     """What one layer hands to the next inside a GPT needs a GPT: a layer on its own has no such neighbour."""
     if mixer.value_residual is not None:
         raise UserError("value_residual=True passes something from layer to layer, so it needs polarlm.model.GPT.")
-    if mixer.uncertainty != "none":
+    if mixer.parts.precision.carried:
         raise UserError("precision='carried' passes something from layer to layer, so it needs polarlm.model.GPT.")
 
 

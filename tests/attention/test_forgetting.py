@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polarlm.attention import MixerShape, PolarAttention, StandardAttention, TokenContext
-from polarlm.attention.forgetting import FORGOTTEN, ForgetGate
+from polarlm.attention.parts.forgetting import FORGOTTEN, ForgetGate
 from polarlm.attention.xsa import ExclusiveAttention
 from polarlm.errors import UserError
 from polarlm.geometry import rotary_tables

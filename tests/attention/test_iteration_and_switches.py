@@ -76,7 +76,7 @@ def test_switches_that_exclude_each_other_say_what_to_set(switches, words):
 
 
 def test_off_is_understood_and_a_tie_behind_gains_warns():
-    assert PolarAttention(SHAPE, consensus=False, uncertainty="off").consensus == "none"
+    assert PolarAttention(SHAPE, consensus=False, uncertainty="off").parts.aggregate.consensus == "none"
     with pytest.warns(UserWarning, match="norm_position=post"):
         PolarAttention(SHAPE, tie_output=True)
     with pytest.warns(UserWarning, match="block.projection=per_head stays"):

@@ -283,6 +283,10 @@ def test_bad_switches_say_what_is_allowed(switches, words):
     assert all(word in str(error.value) for word in words)
 
 
+def bounded(**noise):
+    return PolarAttention(SHAPE, **noise).parts.precision.bounded
+
+
 def test_a_backend_that_cannot_hold_growing_precision_refuses_it():
     x = torch.randn(1, 5, WIDTH)
     context = TokenContext(rotary_tables(torch.arange(5), 8))
@@ -292,8 +296,8 @@ def test_a_backend_that_cannot_hold_growing_precision_refuses_it():
     ):
         with pytest.raises(UserError, match="noise floor"):
             floorless(x, context)
-    assert PolarAttention(SHAPE).bounded and PolarAttention(SHAPE, sigma_t0=0.0, m_inf=0.0).bounded
-    assert PolarAttention(SHAPE, sigma_t0=0.0, mu=0.0).bounded
+    assert bounded() and bounded(sigma_t0=0.0, m_inf=0.0)
+    assert bounded(sigma_t0=0.0, mu=0.0)
 
 
 @pytest.mark.parametrize("extreme", [{"nu_t": 1e-3}, {"nu_t": 1e8}, {"mu": 5.0, "mu_spread": False}, {"m_inf": 0.0}])
@@ -353,7 +357,7 @@ def test_every_switch_decodes_causally_and_leaves_no_parameter_idle(switches, kv
 def test_on_and_off_are_still_understood(key, typed, meant):
     base = {"radial": "none"}
     typed_mixer, meant_mixer = (PolarAttention(SHAPE, **base | {key: value}) for value in (typed, meant))
-    assert (typed_mixer.radial, typed_mixer.magnitude) == (meant_mixer.radial, meant_mixer.magnitude)
+    assert typed_mixer.parts.settings() == meant_mixer.parts.settings()
 
 
 def test_the_record_shows_the_capped_precision_that_the_logits_use():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polarlm.attention import ExclusiveAttention, MixerShape, PolarAttention, StandardAttention
-from polarlm.attention.tied_output import make_orthonormal
+from polarlm.attention.parts.output import make_orthonormal
 from tests.attention.appendix_g import LENGTH, SHAPE, WIDTH, model_of, run, stream
 
 

@@ -23,7 +23,7 @@ def test_extensions_are_relative_to_polar_and_are_the_blocks_they_are_called():
     rows = extensions(1, context=16, tokens=32, **TOY)
     assert [row["block"] for row in rows] == list(EXTENSIONS) and rows[0]["ratio"] == 1
     assert all(row.keys() >= set(run.COLUMNS["extensions"]) for row in rows)
-    assert build("aggregate=complex", 16, **TOY).blocks[0].mixer.consensus == "complex"
+    assert build("aggregate=complex", 16, **TOY).blocks[0].mixer.parts.aggregate.consensus == "complex"
     assert build("geonorm", 16, **TOY).config.frame == "geodesic"
 
 

@@ -214,7 +214,7 @@ def test_cost_is_what_torch_counts(build, block, monkeypatch):
     per_pair = (counted[64] - counted[32]) / 32  # the counter's full square; ours is the half below the diagonal
     per_token = counted[32] - 32 * per_pair
     filtering = 16 if block.startswith(("polar", "rfa")) else 0
-    fading = 2 * getattr(mixer, "irls_steps", 1) if mixer.forget is not None else 0
+    fading = 2 * (mixer.parts.influence.irls_steps if hasattr(mixer, "parts") else 1) if mixer.forget is not None else 0
     per_pair += 4 * (BESIDE_PRODUCTS.get(block, filtering) + fading)
     if block == "polar_transport":
         # Complex products are counted as real ones. q, k, v and the estimate (4 heads each, 4 modes) meet a chunk's 16

@@ -118,13 +118,14 @@ def logit(mixer, p, h, q, k, m_j, lag):
 
 def projected(mixer, v, estimate, evidence):
     """What leaves the heads (B, T, H, Dh): the projected step and the radial one."""
-    if isinstance(mixer, ExclusiveAttention) or getattr(mixer, "projection", None) == "per_head":
+    projection = mixer.parts.step.projection if isinstance(mixer, PolarAttention) else None
+    if isinstance(mixer, ExclusiveAttention) or projection == "per_head":
         return estimate - ((v * estimate).sum(-1) / (v**2).sum(-1))[..., None] * v
-    if not isinstance(mixer, PolarAttention):
+    if projection is None:
         return estimate
-    if mixer.projection == "global":
+    if projection == "global":
         return estimate - ((v * estimate).sum((-1, -2)) / (v**2).sum((-1, -2)))[..., None, None] * v
-    assert mixer.projection == "evidence"
+    assert projection == "evidence"
     delta = estimate - v
     along = (v * delta).sum((-1, -2))[..., None]
     share = along * np.exp(-evidence) / ((v**2).sum(-1) * np.exp(-evidence)).sum(-1, keepdims=True)

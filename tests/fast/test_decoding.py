@@ -11,7 +11,6 @@ from torch import Tensor
 
 from polarlm.attention import PolarAttention
 from polarlm.attention.mixer import Mixer, MixerShape, TokenContext
-from polarlm.attention.polar_noise import PARAMETERS
 from polarlm.attention.rfa import PARAMETERS as RFA_PARAMETERS
 from polarlm.attention.rfa import RobustFilterAttention
 from polarlm.attention.standard import StandardAttention
@@ -160,9 +159,10 @@ def test_a_full_cache_is_refused() -> None:
             decode_layer(layer(mixer), torch.randn(1, 1, 32), context)
 
 
-def test_every_switch_of_polar_says_whether_the_short_way_knows_it() -> None:
-    named = set(OLD) - {"kernel", "backend", "mu_spread", "project_stream"}
-    assert named - set(PARAMETERS) == set(PASSED_ON) | set(REQUIRED), "see polarlm/fast/decoding.py"
+def test_every_setting_of_polar_says_whether_the_short_way_knows_it() -> None:
+    arguments = {name for part in PolarAttention(shape()).parts for name in part.arguments()}
+    assert arguments <= PASSED_ON | set(REQUIRED), "see polarlm/fast/decoding.py"
+    assert set(OLD) - {"backend", "frozen", "project_stream"} == arguments
 
 
 def test_every_switch_of_rfa_is_known_to_its_recipe() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from polarlm.attention.robust import reference, robust_attention
-from polarlm.attention.robust.noise import NOISE_ROWS
+from polarlm.attention.robust.call import NOISE_ROWS
 from polarlm.errors import UserError
 from polarlm.fast import triton_backend, triton_kernels, triton_radial
 from polarlm.geometry import precision

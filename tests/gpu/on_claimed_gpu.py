@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from polarlm.attention.forgetting import running_sum
+from polarlm.attention.parts.forgetting import running_sum
 from polarlm.attention.robust import reference_attention
 from polarlm.fast import backends, selfcheck
 from polarlm.model.build import build_model

@@ -16,10 +16,11 @@ from .call import (
     PLAIN_KERNELS,
     RADIAL_CORRELATIONS,
     AttentionOutput,
+    DirectionalNoise,
+    RadialNoise,
     RobustCall,
     check_residual_form,
 )
-from .noise import DirectionalNoise, RadialNoise
 from .reference import reference_attention
 from .streaming import streaming_attention, streaming_obstacle
 

@@ -1,4 +1,4 @@
-"""What every backend of robust attention takes and returns: one description of a call, and the estimate.
+"""What every backend of robust attention takes and returns: the noise model, one description of a call, the estimate.
 
 Shapes: B batch, H query heads, G key/value heads (G divides H), T queries, S keys (the queries are the last T of the
 S positions), Dh real head size, d_h = Dh/2 complex modes.
@@ -6,6 +6,7 @@ S positions), Dh real head size, d_h = Dh/2 complex modes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +15,6 @@ from torch import Tensor
 
 from polarlm.errors import UserError
 
-from .noise import DirectionalNoise, RadialNoise
-
 KERNELS = ("student", "exponential", "gaussian")  # of every backend, in the order in which native code numbers them
 PLAIN_KERNELS = (*KERNELS, "student_mle")  # of plain torch
 RADIAL_MODES = ("off", "own", "shared")
@@ -23,6 +22,65 @@ RADIAL_CORRELATIONS = ("vv", "qk", "one")
 RESIDUAL_FORMS = ("full", "dot")
 CONSENSUS = ("none", "gate", "complex")
 NO_WEIGHTS = "it never holds the weights that were asked for"  # of every backend but the reference
+
+
+# Rows of the noise as operators take it, (7, H); the last is the kernel's own parameter, ν or τ.
+NOISE_ROWS = ("mu", "eta_k2", "eta_q2", "sigma02", "m_inf2", "process2", "shape")
+RADIAL_ROWS = ("mu", "eta_k2", "eta_q2", "sigma02", "nu")  # and of the radial channel's, (5,)
+
+
+@dataclass(frozen=True)
+class DirectionalNoise:
+    """Noise of the directional channel, one positive number per query head: shape (H,)."""
+
+    mu: Tensor  # decay rate μ_h of magnitude and key noise, per token of lag
+    eta_k2: Tensor  # key noise η²_{t,k}
+    eta_q2: Tensor  # query noise η²_{t,q}
+    sigma02: Tensor  # noise floor σ²_{t,0}
+    m_inf2: Tensor  # information floor m²_∞; used only when a magnitude is given
+    nu: Tensor | None = None  # Student-t degrees of freedom ν_t
+    tau: Tensor | None = None  # temperature of the exponential kernel
+    process2: Tensor | None = None  # RFA's σ̃² = σ²/2μ: adds the variance σ̃²(1−E²)
+
+    @classmethod
+    def of(cls, p: Mapping[str, Tensor]) -> DirectionalNoise:
+        """From a polar block's deviations; scalars that it does not have are 0."""
+        return cls(
+            mu=p["mu"],
+            eta_k2=p["eta_tk"].square(),
+            eta_q2=p["eta_tq"].square() if "eta_tq" in p else torch.zeros_like(p["mu"]),
+            sigma02=p["sigma_t0"].square(),
+            m_inf2=p["m_inf"].square().expand_as(p["mu"]),
+            nu=p.get("nu_t"),
+            tau=p.get("tau"),
+        )
+
+    def shape(self, kernel: str) -> Tensor:
+        """The kernel's own parameter (H,): ν of Student-t, τ of exponential, 1 of gaussian, which has none."""
+        shape = {"exponential": self.tau, "gaussian": torch.ones_like(self.mu)}.get(kernel, self.nu)
+        assert shape is not None, "RobustCall.check sees to it"
+        return shape
+
+    def rows(self, kernel: str, dtype: torch.dtype) -> Tensor:
+        """Everything as one tensor (7, H) in the order of NOISE_ROWS; no process noise is a row of zeros."""
+        process2 = torch.zeros_like(self.mu) if self.process2 is None else self.process2
+        named = vars(self) | {"process2": process2, "shape": self.shape(kernel)}
+        return torch.stack([named[name] for name in NOISE_ROWS]).to(dtype)
+
+
+@dataclass(frozen=True)
+class RadialNoise:
+    """Noise of the radial channel, shared by all heads: tensors of shape ()."""
+
+    mu: Tensor
+    eta_k2: Tensor
+    eta_q2: Tensor
+    sigma02: Tensor
+    nu: Tensor
+
+    def rows(self, dtype: torch.dtype) -> Tensor:
+        """Everything as one tensor (5,) in the order of RADIAL_ROWS."""
+        return torch.stack([getattr(self, name) for name in RADIAL_ROWS]).to(dtype)
 
 
 @dataclass(frozen=True)

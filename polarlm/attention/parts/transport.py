@@ -1,4 +1,8 @@
-"""How vectors are brought into a frame where they can be compared (Appendix G.2): rotary, or led by the content.
+"""Step 2 of Algorithm 1: into a frame where vectors can be compared, by position (RoPE) or led by the content (G.2).
+
+How fast each mode of each head turns with position: one bank for all, one slice of a bank per head (Appendix D.1; RFA's
+spectrally coupled variant: slow heads first), or learned (Appendix F). Key heads own the frequencies; a query turns
+with the key head it looks at.
 
 `rotary` is RoPE. `phases`: every token adds angles of its own to RoPE's; they commute, so a cumulative sum does it.
 `unitary`: every token applies R_s = D_s [I + (e^{i phi_s} - 1) a_s a_s^dagger] with RoPE's D_s and an axis and angle of
@@ -11,17 +15,77 @@ Angles start at zero, so a fresh block is the rotary one bit for bit.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from polarlm.attention.forgetting import running_sum
-from polarlm.attention.frequencies import Frequencies, Turns
+from polarlm.attention.estimator import choice
 from polarlm.attention.initialisation import linear
-from polarlm.attention.mixer import KeyValueCache, MixerShape, split_heads
+from polarlm.attention.mixer import KeyValueCache, MixerShape, Rotary, TokenContext, split_heads
+from polarlm.attention.parts.forgetting import running_sum
+from polarlm.attention.parts.part import Part
+from polarlm.errors import UserError
 from polarlm.geometry.sphere import normalise
-from polarlm.geometry.transport import rotate, to_complex, to_real
+from polarlm.geometry.transport import phase_tables, rotary_frequencies, rotary_tables, rotate, to_complex, to_real
 from polarlm.geometry.unitary_products import UnitaryProducts, chunk_size, unitary_products
+
+if TYPE_CHECKING:
+    from polarlm.attention.polar import PolarAttention
+
+KINDS = ("shared", "per_head", "learned")
+
+
+class Turns(NamedTuple):
+    """Rotary tables of the queries (per query head) and of the keys and values (per key head)."""
+
+    queries: Rotary
+    keys: Rotary
+
+    def recorded(self) -> dict[str, Tensor]:
+        """The queries' tables, under the names by which a record knows them."""
+        return {"rotary_cos": self.queries[0], "rotary_sin": self.queries[1]}
+
+
+class Frequencies(nn.Module):
+    """The rotary frequencies of one mixer."""
+
+    optim_group = "estimator"  # angles per token are scalars of the model of motion, not weights
+    log_frequency: Tensor
+
+    def __init__(self, kind: str, shape: MixerShape, dim: int) -> None:
+        super().__init__()
+        self.kind = choice("frequencies", kind, KINDS)
+        self.group, self.dim, self.base = shape.n_head // shape.n_kv_head, dim, shape.rope_base
+        heads = shape.n_kv_head
+        if kind == "per_head":  # the spectrum of heads*dim channels, cut into heads from slow to fast
+            bank = rotary_frequencies(heads * dim, shape.rope_base, dtype=torch.float64).flip(0).view(heads, -1)
+            self.register_buffer("log_frequency", bank.log().float(), persistent=False)
+        elif kind == "learned":
+            bank = rotary_frequencies(dim, shape.rope_base, dtype=torch.float64).expand(heads, -1)
+            self.log_frequency = nn.Parameter(bank.log().float())
+
+    def one_step(self, dtype: torch.dtype, device: torch.device) -> Rotary:
+        """Tables of a single token's turn, (1, dim/2) or (1, heads, 1, dim/2)."""
+        if self.kind == "shared":
+            return rotary_tables(torch.ones(1, device=device), self.dim, self.base, dtype=dtype)
+        cos, sin = phase_tables(torch.ones(1, device=device), self.log_frequency.to(dtype).exp()[:, None])
+        return cos[None], sin[None]
+
+    def forward(self, context: TokenContext) -> Turns:
+        """The tables for this pass: (T, dim/2) where all heads share them, else (1 or B, heads, T, dim/2)."""
+        if self.kind == "shared":
+            return Turns(context.rotary, context.rotary)
+        if context.positions is None:
+            raise ValueError(f"frequencies={self.kind} needs TokenContext.positions")
+        # Phases stay in fp32 or better: they reach 1e3 rad, where bf16 has lost the angle altogether.
+        frequencies = self.log_frequency.to(context.rotary[0].dtype).exp()
+        positions = context.positions.expand(1, -1) if context.positions.dim() == 1 else context.positions
+        cos, sin = phase_tables(positions[:, None], frequencies[:, None])
+        if self.group == 1:
+            return Turns((cos, sin), (cos, sin))
+        return Turns((cos.repeat_interleave(self.group, 1), sin.repeat_interleave(self.group, 1)), (cos, sin))
+
 
 TRANSPORTS = ("rotary", "phases", "unitary")
 COMPLEX_FLOPS = 8  # of one complex multiply-add
@@ -113,3 +177,43 @@ class ContentTransport(nn.Module):
         build = self.groups * (chunk * modes + 2 * modes**2)
         moved = vectors * (chunk * modes + modes**2)
         return flops + COMPLEX_FLOPS * (build + moved)
+
+
+class Transport(Part):
+    """The frame of a polar block; values move with the keys unless `rotate_values` leaves them where they are."""
+
+    def __init__(self, block: PolarAttention, *, transport: str, rotate_values: bool, frequencies: str) -> None:
+        super().__init__(block)
+        self.transport, self.rotate_values, self.frequencies = transport, rotate_values, frequencies
+        choice("transport", transport, TRANSPORTS)
+        block.rotate_values = rotate_values
+        block.frequencies = Frequencies(frequencies, block.shape, block.rotary_dim)
+        block.transport = None if transport == "rotary" else ContentTransport(transport, block.shape, block.rotary_dim)
+
+    @property
+    def rotates_alone(self) -> bool:
+        """Whether the position alone decides, with frequencies that all heads share."""
+        return self.transport == "rotary" and self.frequencies == "shared"
+
+    def __call__(self, x: Tensor, context: TokenContext) -> CommonFrame:
+        """The frame of the tokens x (B, T, d)."""
+        turns, content = self.block.frequencies(context), self.block.transport
+        return CommonFrame(turns) if content is None else content(x, turns, self.block.frequencies, context.cache)
+
+    def check(self) -> None:
+        """Something must be transported."""
+        gaussian = self.block.parts.influence.kernel == "gaussian"
+        if self.transport != "rotary" and gaussian and not self.rotate_values:
+            raise UserError(
+                f"block.transport={self.transport} has nothing to transport: block.kernel=gaussian compares no query "
+                "and key, and block.rotate_values=false leaves values where they are. Set block.rotate_values=true."
+            )
+
+    def flops_per_token(self, context: int) -> int:
+        """Keys and queries go in, values too and their estimates out again."""
+        content, shape = self.block.transport, self.block.shape
+        return (
+            0
+            if content is None
+            else content.flops_per_token((1 + self.rotate_values) * (shape.n_head + shape.n_kv_head))
+        )

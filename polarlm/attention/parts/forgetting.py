@@ -6,12 +6,18 @@ much: the fading memory of a filter whose state may change abruptly (docs/theory
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polarlm.attention.estimator import Value, choice, per_head
-from polarlm.attention.mixer import MixerShape, TokenContext
+from polarlm.attention.mixer import MixerShape, TokenContext, mean_visible
+from polarlm.attention.parts.part import Part
+
+if TYPE_CHECKING:
+    from polarlm.attention.polar import PolarAttention
 
 FORGETTING = ("none", "constant", "content")  # constant: lambda is a learned number of the head, w = 0
 FORGOTTEN = "forgotten"  # where a cache keeps the running sums of log lambda
@@ -83,3 +89,29 @@ def forget_gate(kind: str, bias: Value, shape: MixerShape, *, raw_stream: bool =
 def fading(forgotten: Tensor, queries: int) -> Tensor:
     """log of what a key still counts for each of the last `queries` tokens, (B, H, T, S); no meaning in the future."""
     return forgotten[..., -queries:, None] - forgotten[..., None, :]
+
+
+class Forgetting(Part):
+    """The forget gates of a polar block."""
+
+    def __init__(self, block: PolarAttention, *, forgetting: str, forget_bias: Value) -> None:
+        super().__init__(block)
+        self.forgetting, self.forget_bias = forgetting, forget_bias
+        block.forget = forget_gate(forgetting, forget_bias, block.shape, raw_stream=not block.pre_norm)
+
+    def __call__(self, x: Tensor, context: TokenContext) -> Tensor | None:
+        """Running sums of log lambda (B, H, S), where anything is forgotten."""
+        return None if self.block.forget is None else self.block.forget.forgotten(x, context)
+
+    def unused(self) -> set[str]:
+        """No gate has no bias."""
+        return {"forget_bias"} if self.forgetting == "none" else set()
+
+    def flops_per_token(self, context: int) -> int:
+        """The gate once per token, its pairs once per reweighting."""
+        if self.block.forget is None:
+            return 0
+        forgotten: int = self.block.forget.flops_per_token(
+            self.block.parts.influence.irls_steps * mean_visible(context)
+        )
+        return forgotten

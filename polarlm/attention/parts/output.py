@@ -1,0 +1,89 @@
+"""Step 8 of Algorithm 1: back to the residual stream, by a matrix W_o or by W_v transposed.
+
+`tie_output`: W_o = W_v^T, W_v with orthonormal columns (docs/theory.md E11): a tangent step stays one in the stream.
+<z, W_o Delta> = <W_v z, Delta> = m <v, Delta>: what Polar projects away in latent coordinates is then gone in the
+residual stream too, and W_o W_v = I carries the latent state back exactly. PyTorch's orthogonal parametrisation keeps
+W_v on its manifold, whatever the optimiser does.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from polarlm.attention.additions import HeadGate
+from polarlm.attention.initialisation import linear
+from polarlm.attention.parts.part import Part
+
+if TYPE_CHECKING:
+    from polarlm.attention.polar import PolarAttention
+
+
+class Output(Part):
+    """W_o of the step, whose heads a gate may weigh first."""
+
+    def __init__(self, block: PolarAttention, *, tie_output: bool, head_gate: bool) -> None:
+        super().__init__(block)
+        self.tie_output, self.head_gate = tie_output, head_gate
+        shape = block.shape
+        block.tie_output, block.calibrated = tie_output, not tie_output
+        if tie_output:
+            make_orthonormal(block.v)
+        else:
+            inner = shape.n_head * block.rotary_dim
+            block.out = linear(inner, shape.d_model, shape.initial.residual(inner))
+        block.head_gate = HeadGate(shape, raw_stream=not block.pre_norm) if head_gate else None
+
+    def __call__(self, x: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
+        """(B, T, d) of the step (B, T, H, Dh) that the tokens x take."""
+        block = self.block
+        if block.head_gate is not None:
+            step = step * block.head_gate(x).unsqueeze(-1)
+        step = step.to(dtype)
+        if not self.tie_output:
+            return block.out(step.flatten(-2))
+        group = block.shape.n_head // block.shape.n_kv_head
+        if group > 1:  # grouped value heads take the mean over their query heads
+            step = step.unflatten(-2, (-1, group)).mean(-2)
+        return F.linear(step.flatten(-2), block.v.weight.mT)
+
+    def check(self) -> None:
+        """Warn where a tied step is tangent to the stream only while gains or gates are equal."""
+        inputs, projection = self.block.parts.inputs, self.block.parts.step.projection
+        if not self.tie_output or self.block.shape.layer != 0:
+            return
+        if self.head_gate and projection in ("global", "evidence"):
+            warnings.warn(
+                f"block.head_gate=true with block.tie_output=true: gates that differ turn a step of block.projection="
+                f"{projection} out of the tangent space; block.projection=per_head stays in it",
+                stacklevel=3,
+            )
+        if inputs.norm_position == "both":
+            warnings.warn(
+                "block.tie_output=true with block.norm_position=both: the gains of the norm between stream and values "
+                "make steps tangent to the stream only while they are equal; block.norm_position=post or pre has no "
+                "such gains",
+                stacklevel=3,
+            )
+
+    def unused(self) -> set[str]:
+        """Orthonormal values have no scale to decay."""
+        return {"value_weight_decay"} if self.tie_output else set()
+
+    def flops_per_token(self, context: int) -> int:
+        """A tied output is the value projection once more."""
+        layer, gate = self.block.v if self.tie_output else self.block.out, self.block.head_gate
+        return 2 * layer.weight.numel() + (0 if gate is None else gate.flops_per_token())
+
+
+def make_orthonormal(layer: nn.Linear) -> None:
+    """Orthonormal columns (rows, where it has fewer outputs than inputs), now and after every step."""
+    nn.init.orthogonal_(layer.weight)
+    parametrizations.orthogonal(layer, "weight")
+    # The optimiser asks the module that holds a parameter; decay would pull towards where the matrix started.
+    layer.parametrizations.weight.optim_group = "no_decay"  # type: ignore[union-attr]
