@@ -1,8 +1,8 @@
 """Forgetting attention (FoX, Lin et al. 2025): soft-max attention in which every token decides how much is forgotten.
 
 A key at j reaches a query at i with the logit q.k/sqrt(Dh) + the sum of log lambda over the tokens j+1 … i, where
-lambda_t = sigmoid(w_h . x_t + b_h) is the gate of polarlm/attention/parts/forgetting.py. As published there are no other
-positions.
+lambda_t = sigmoid(w_h . x_t + b_h) is the gate of polarlm/attention/parts/forgetting.py. As published there are no
+other positions.
 """
 
 from __future__ import annotations

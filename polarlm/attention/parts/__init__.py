@@ -13,7 +13,7 @@ from polarlm.attention.parts.output import Output
 from polarlm.attention.parts.part import Part
 from polarlm.attention.parts.precision import Precision
 from polarlm.attention.parts.radial import Radial
-from polarlm.attention.parts.step import Step
+from polarlm.attention.parts.step import PolarStep
 from polarlm.attention.parts.transport import Transport
 from polarlm.block_keys import flat_block
 from polarlm.errors import UserError
@@ -28,7 +28,7 @@ KINDS: dict[str, type[Part]] = {
     "precision": Precision,
     "aggregate": Aggregate,
     "radial": Radial,
-    "step": Step,
+    "step": PolarStep,
     "output": Output,
     "forgetting": Forgetting,
     "transport": Transport,
@@ -51,7 +51,7 @@ class Parts:
     forgetting: Forgetting
     aggregate: Aggregate
     radial: Radial
-    step: Step
+    step: PolarStep
     output: Output
 
     def __init__(self, block: PolarAttention, settings: Mapping[str, Any]) -> None:

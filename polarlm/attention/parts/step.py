@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 RETRACTIONS = ("none", "norm", "exp", "geodesic")
 
 
-class Step(Part):
+class PolarStep(Part):
     """alpha times the tangential part of the estimate; `retract` bends it back to the sphere."""
 
     def __init__(
