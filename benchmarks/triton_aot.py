@@ -140,7 +140,7 @@ def compile_kernel(
         elif name == "forward":
             triton_backend.triton_forward.bare(*inputs)
         else:
-            triton_backend.triton_backward.bare(d_out, evidence, d_out, evidence, *inputs, not v.fox)
+            triton_backend.triton_backward.bare(d_out, *[evidence] * 4, *inputs, not v.fox)
     compiled = kernels[f"{name}_kernel"].result
     registers, spills = _resources(compiled.asm["cubin"])
     pairs_per_thread = launch[0] * launch[1] / (32 * launch[2])

@@ -38,6 +38,8 @@ def flex_obstacle(call: RobustCall) -> str | None:
     learns = any(x.requires_grad for x in (call.q, call.k, call.v)) and torch.is_grad_enabled()
     if call.q.device.type != "cuda" and learns:
         return f"FlexAttention has no backward pass on {call.q.device.type}"
+    if learns and torch.are_deterministic_algorithms_enabled():
+        return "it adds gradients of noise and forgetting in no fixed order (trainer.deterministic=true)"
     return None
 
 
@@ -65,38 +67,38 @@ def flex_attention(call: RobustCall) -> AttentionOutput:
 def logits(call: RobustCall) -> Callable[..., Tensor]:
     """L = log κ + log w(x) of a pair as a function of q·k and the pair's place; symbols as in reference.py.
 
-    A tensor that wants a gradient may be indexed only once in a score_mod, so what queries and keys read are two.
+    FlexAttention asks of a tensor that wants a gradient that a score_mod indexes it once, and uses it: what queries and
+    keys read are two tensors, and one that has no effect is not touched.
     """
     dtype, noise, half = call.score_dtype, call.noise, call.half
     q2, k2 = (x.to(dtype).square().sum(-1) for x in (call.q, call.k))  # (B,H,T), (B,G,T)
     magnitude = call.magnitude
     m2 = torch.ones_like(k2[:, 0]) if magnitude is None else magnitude.to(dtype).clamp_min(MIN_MAGNITUDE).square()
-    parameters = noise.rows(call.kernel, dtype).unbind()
+    mu, eta_k2, eta_q2, sigma02, m_inf2, process2, shape = noise.rows(call.kernel, dtype).unbind()
     group = call.q.shape[1] // call.k.shape[1]
     forgotten = None if call.forgotten is None else call.forgotten.to(dtype)
     remembered = None if forgotten is None else -forgotten
     kernel, full, decays = call.kernel, call.residual_form == "full", call.decay_keys
 
     def score_mod(dot: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        mu, eta_k2, eta_q2, sigma02, m_inf2, process2, shape = (x[h] for x in parameters)
-        decay = torch.exp(-mu * (i - j).clamp_min(0).to(dtype))
+        decay = torch.exp(-mu[h] * (i - j).clamp_min(0).to(dtype))
         decay2 = decay * decay
-        variance = eta_k2 * decay2 + sigma02 + process2 * (1 - decay2)
-        numerator = m2[b, j] * decay2 + m_inf2 if magnitude is not None else torch.ones_like(decay)
+        variance = eta_k2[h] * decay2 + sigma02[h] + process2[h] * (1 - decay2)
+        numerator = m2[b, j] * decay2 + m_inf2[h] if magnitude is not None else torch.ones_like(decay)
         log_kappa = torch.log(numerator) - torch.log(variance)
         if forgotten is not None and remembered is not None:
             log_kappa = log_kappa + forgotten[b, h, i] + remembered[b, h, j]
         if kernel == "gaussian":
             return log_kappa + 0 * dot
-        precision = (numerator / (variance + eta_q2)).clamp_max(MAX_QUERY_PRECISION)
+        precision = (numerator / (variance + eta_q2[h])).clamp_max(MAX_QUERY_PRECISION)
         key_decay = decay if decays else torch.ones_like(decay)
         residual = -2 * key_decay * dot
         if full:
             residual = (q2[b, h, i] + key_decay * key_decay * k2[b, h // group, j] + residual).clamp_min(0)
-        x = precision * residual / half
+        x, nu = precision * residual / half, shape[h]
         if kernel == "student":
-            return log_kappa - (shape + 1) * torch.log1p(x / shape)
-        return log_kappa - x / shape
+            return log_kappa - (nu + 1) * torch.log1p(x / nu)
+        return log_kappa - x / nu
 
     return score_mod
 

@@ -122,7 +122,7 @@ class _Launch:
 
 class _Directional(_Launch):
     def __init__(
-        self, q, k, v, m2, forgotten, parameters, documents,
+        self, q, k, v, q2, k2, m2, forgotten, parameters, documents,
         kernel, dot, constant, decay_keys, decay_values, shape_learns,
     ) -> None:  # fmt: skip
         from .triton_tiles import Inputs
@@ -131,7 +131,6 @@ class _Directional(_Launch):
         self.groups, keys = k.shape[1:3]
         self.sizes = (64 if size <= 64 else 128, q.element_size())
         q, k, v = (dense_channels(x) for x in (q, k, v))
-        q2, k2 = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).square().contiguous() for x in (q, k))
         strides = (stride for x in (q, k, v) for stride in x.stride()[:3])
         m2, forgotten = (x if x is None else x.contiguous() for x in (m2, forgotten))
         tensors = (q, k, v, q2, k2, m2, _whole(documents), forgotten, parameters.contiguous())
@@ -185,8 +184,17 @@ def _whole(documents: Tensor | None) -> Tensor | None:
 def _gradient(
     gradients: tuple[Tensor, ...], outputs: tuple[Tensor, ...], given: dict[str, Any], wanted: set[str]
 ) -> dict[str, Tensor]:
-    results = triton_backward(*gradients, *outputs, *given.values(), "parameters" in wanted)
-    return dict(zip(DIFFERENTIABLE, results))
+    """What needs no kernel of ours is outside of the operators: torch.compile joins it to what stands beside it."""
+    (d_out, d_log_evidence, _, _), (out, *others) = gradients, outputs
+    delta = (d_out.float() * out.float()).sum(-1) - d_log_evidence  # Σ_j A ∂A − ∂ log-evidence
+    results = triton_backward(d_out, delta, *others, *given.values(), "parameters" in wanted)
+    by_name = dict(zip(DIFFERENTIABLE, results))
+    if given["m2"] is not None:
+        by_name["m2"] = by_name["m2"].sum(1)
+    if given["forgotten"] is not None:  # Σ_j ∂L of a query is that of its evidence
+        cached = given["forgotten"].shape[2] - d_log_evidence.shape[2]
+        by_name["forgotten"] = by_name["forgotten"] + F.pad(d_log_evidence, (cached, 0))
+    return by_name
 
 
 @differentiable("polarlm::triton_forward", _gradient)
@@ -194,57 +202,63 @@ def triton_forward(
     q: Tensor, k: Tensor, v: Tensor, m2: Tensor | None, forgotten: Tensor | None, parameters: Tensor,
     documents: Tensor | None,
     kernel: str, dot: bool, constant: bool, decay_keys: bool, decay_values: bool, shape_learns: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """v_bar (B,H,T,Dh) and log-evidence (B,H,T); `parameters` (7,H) are the NOISE_ROWS, `m2` (B,S) is m²."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """v_bar (B,H,T,Dh) and log-evidence (B,H,T); ‖q‖² (B,H,T) and ‖k‖² (B,G,S) for the backward pass.
+
+    `parameters` (7,H) are the NOISE_ROWS, `m2` (B,S) is m².
+    """
+    # In here, of q and k as they are stored: torch.compile would take them from before they are rounded to bf16.
+    q2, k2 = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).square().contiguous() for x in (q, k))
     options = (kernel, dot, constant, decay_keys, decay_values, shape_learns)
-    call = _Directional(q, k, v, m2, forgotten, parameters, documents, *options)
-    out, log_evidence = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty_like(call.inputs.q2)
-    largest = (None if m2 is None else m2.amax(1), call.inputs.k2.amax(2) if dot else None)
+    call = _Directional(q, k, v, q2, k2, m2, forgotten, parameters, documents, *options)
+    out, log_evidence = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty_like(q2)
+    largest = (None if m2 is None else m2.amax(1), k2.amax(2) if dot else None)
     call.launch("forward", largest, (out, log_evidence))
-    return out, log_evidence
+    return out, log_evidence, q2, k2
 
 
 @triton_forward.traced.register_fake
 def _(q, k, v, m2, forgotten, parameters, *_options):
-    return torch.empty_like(q, memory_format=torch.contiguous_format), parameters.new_empty(q.shape[:3])
+    per_query, per_key = (parameters.new_empty(x.shape[:3]) for x in (q, k))
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    return out, per_query, torch.empty_like(per_query), per_key
 
 
 @operator("polarlm::triton_backward")
 def triton_backward(
-    d_out: Tensor, d_log_evidence: Tensor, out: Tensor, log_evidence: Tensor,
+    d_out: Tensor, delta: Tensor, log_evidence: Tensor, q2: Tensor, k2: Tensor,
     q: Tensor, k: Tensor, v: Tensor, m2: Tensor | None, forgotten: Tensor | None, parameters: Tensor,
     documents: Tensor | None,
     kernel: str, dot: bool, constant: bool, decay_keys: bool, decay_values: bool, shape_learns: bool,
     noise_learns: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, v, m2 and forgotten (empty without them) and the parameters (zero unless `noise_learns`)."""
+    """Gradients of q, k, v, m2 per key head (B,G,S), forgotten and the parameters.
+
+    Those of m2 and forgotten are empty without them, those of the parameters zero unless `noise_learns`.
+    """
     options = (kernel, dot, constant, decay_keys, decay_values, shape_learns)
-    call = _Directional(q, k, v, m2, forgotten, parameters, documents, *options)
-    d_out = d_out.contiguous()
-    delta = torch.linalg.vecdot(d_out.float(), out.float()) - d_log_evidence  # Σ_j A ∂A − ∂ log-evidence
+    call = _Directional(q, k, v, q2, k2, m2, forgotten, parameters, documents, *options)
     lowest, highest = log_evidence.aminmax(dim=2)
-    given = (None if m2 is None else m2.amax(1), lowest, highest, d_out, log_evidence, delta)
+    given = (None if m2 is None else m2.amax(1), lowest, highest, d_out.contiguous(), log_evidence, delta.contiguous())
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     shares = parameters.new_empty(call.batch, call.heads, call.blocks("query")[0], len(NOISE_ROWS))
     if kernel == "gaussian" and not noise_learns:
         dq.zero_()
     else:
         call.launch("query", given, (dq, shares if noise_learns else None), noise_learns=noise_learns)
-    per_group = None if m2 is None else m2.new_empty(call.batch, call.groups, k.shape[2])
+    d_m2 = None if m2 is None else m2.new_empty(call.batch, call.groups, k.shape[2])
     d_forgotten = None if forgotten is None else torch.empty_like(forgotten, memory_format=torch.contiguous_format)
-    call.launch("key", given, (dk, dv, per_group, d_forgotten))
-    if d_forgotten is not None:
-        d_forgotten[..., -q.shape[2] :] += d_log_evidence  # Σ_j ∂L of a query is that of its evidence
-    d_m2 = q.new_empty(0) if per_group is None else per_group.sum(1)
+    call.launch("key", given, (dk, dv, d_m2, d_forgotten))
     d_parameters = shares.sum((0, 2)).T.contiguous() if noise_learns else torch.zeros_like(parameters)
-    return dq, dk, dv, d_m2, q.new_empty(0) if d_forgotten is None else d_forgotten, d_parameters
+    return dq, dk, dv, *(q.new_empty(0) if x is None else x for x in (d_m2, d_forgotten)), d_parameters
 
 
 @triton_backward.traced.register_fake
-def _(d_out, d_log_evidence, out, log_evidence, q, k, v, m2, forgotten, parameters, *_options):
+def _(d_out, delta, log_evidence, q2, k2, q, k, v, m2, forgotten, parameters, *_options):
+    d_m2 = None if m2 is None else m2.new_empty(k.shape[:3])
+    tensors = (q, k, v, d_m2, forgotten, parameters)
     contiguous = torch.contiguous_format
-    inputs = (q, k, v, m2, forgotten, parameters)
-    return tuple(q.new_empty(0) if x is None else torch.empty_like(x, memory_format=contiguous) for x in inputs)
+    return tuple(q.new_empty(0) if x is None else torch.empty_like(x, memory_format=contiguous) for x in tensors)
 
 
 def _radial_gradient(
@@ -343,7 +357,7 @@ def triton_attention(call: RobustCall) -> AttentionOutput:
     qkv = (call.q, call.k, call.v)
     same = torch.bfloat16 if all(x.dtype == torch.bfloat16 for x in qkv) else torch.float32
     m2 = None if call.magnitude is None else call.magnitude.float().clamp_min(MIN_MAGNITUDE).square()
-    v_bar, log_evidence = triton_forward(
+    v_bar, log_evidence, *_ = triton_forward(
         *(x.to(same) for x in qkv),
         m2,
         None if call.forgotten is None else call.forgotten.float(),

@@ -90,8 +90,9 @@ def choose_compile(wanted: bool | str, accelerator: str, block: str, step_flops:
 def compiled_loss(model: Any, **options: Any) -> Callable[..., Tensor]:
     """`model.loss` compiled with torch.compile's options; one row of the first batch goes through the model before.
 
-    There attention chooses its backend and compares kernels. FlexAttention's are compiled for that, and torch gives up
-    on a model while whose compilation another one ran (RuntimeError about its metrics).
+    There attention chooses its backend and compares kernels, for what will be compiled: with gradients. FlexAttention's
+    kernels are compiled for that, and torch gives up on a model while whose compilation another one ran (RuntimeError
+    about its metrics).
     """
     compiled, chosen = torch.compile(model.loss, **options), False
 
@@ -100,7 +101,7 @@ def compiled_loss(model: Any, **options: Any) -> Callable[..., Tensor]:
         if not chosen:
             chosen = True
             with torch.random.fork_rng(devices=[tokens.device] if tokens.is_cuda else []):
-                model.tally(tokens[:1], targets[:1], documents=None if documents is None else documents[:1])
+                model.loss(tokens[:1], targets[:1], documents=None if documents is None else documents[:1])
         return compiled(tokens, targets, documents=documents, reduction=reduction)
 
     return loss

@@ -107,7 +107,7 @@ def test_kernels_are_compared_before_the_model_is_compiled_not_meanwhile(monkeyp
             torch.compile(torch.sin, backend="aot_eager")(torch.ones(3, requires_grad=True)).sum().backward()
         return checked(*given)
 
-    model = build_model(composed(tmp_path, "block=polar", "block.radial=off"), 64)
+    model = build_model(composed(tmp_path, "block=polar", "block.frozen=[alpha]", "model.n_layer=1"), 64)
     flex = kernels.BACKENDS["flex"]
     monkeypatch.setitem(
         kernels.BACKENDS, "flex", flex._replace(run=kernels.BACKENDS["native"].run, obstacle=lambda call: None)

@@ -12,13 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import flex_attention
 
 from polarlm.attention.parts.forgetting import running_sum
 from polarlm.attention.robust import reference_attention
-from polarlm.fast import backends, selfcheck
+from polarlm.fast import backends, flex_backend, selfcheck
+from polarlm.fast.selfcheck import Setup
 from polarlm.model.build import build_model
+from polarlm.training.hardware import compiled_loss
 from polarlm.training.optimisers import build_optimiser, clip, gradients_of, total_norm
 from tests.gpu.claimed import GPU, Watch, claim, to_gpu
+from tests.gpu.claimed_inductor import inductor
 from tests.training.tiny_jobs import ROOT, composed
 
 claim()
@@ -88,28 +92,54 @@ def test_decoding_token_by_token(tmp_path, block):
 
 
 @pytest.mark.parametrize("block", COMPILED)
-def test_a_compiled_step_is_one_graph_with_our_kernels_in_it(tmp_path, block):
-    from torch._dynamo.backends.common import aot_autograd
-
-    graphs = []
-
-    def keep(graph, inputs):
-        graphs.append({str(node.target) for node in graph.graph.nodes if node.op == "call_function"})
-        return graph
-
-    torch._dynamo.reset()
+def test_a_compiled_step_is_one_graph_of_generated_code_with_our_kernels_in_it(tmp_path, block):
     mode = FakeTensorMode()
-    _, model = build(tmp_path, block, mode)
-    with mode:
+    _, model = build(tmp_path, block, mode, "model.n_layer=1")
+    with mode, inductor() as (backend, codes), torch.autocast("cuda", dtype=torch.bfloat16):
         tokens = torch.zeros(2, 256, dtype=torch.long, device=GPU)
-        step = torch.compile(model.loss, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True)
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            step(tokens, tokens, documents=None, reduction="sum").backward()
-    assert len(graphs) == 2
+        step = torch.compile(model.loss, backend=backend, fullgraph=True)
+        step(tokens, tokens, documents=None, reduction="sum").backward()
+    forward, backward = codes
+    assert "polarlm.linear_cross_entropy" in forward
     if block in ON_TRITON:
-        forward, backward = graphs
-        assert "polarlm.triton_forward.default" in forward and "polarlm.triton_backward.default" in backward
-        assert "aten.logsumexp.default" not in forward, "no chunk of plain attention"
+        assert "polarlm.triton_forward" in forward and "polarlm.triton_backward" in backward
+        assert "logsumexp" not in forward, "no chunk of plain attention"
+
+
+FLEX = [
+    Setup(torch.bfloat16, 64, shape_learns=False, forgets=True, radial=None),  # polar
+    Setup(torch.bfloat16, kernel="exponential", residual_form="dot", magnitude=False, forgets=True, radial=None),  # fox
+]
+
+
+@pytest.mark.parametrize("setup", FLEX)
+def test_flex_attention_trains(monkeypatch, setup):
+    """Inductor refuses a tensor that wants a gradient and is indexed twice, and fails at one that has no effect."""
+    flex_backend._causal.cache_clear()
+    with FakeTensorMode(), inductor() as (backend, codes):
+        compiled = torch.compile(flex_attention, backend=backend, dynamic=False)
+        monkeypatch.setattr(flex_backend, "_function", lambda fused: compiled)
+        results = selfcheck.passes(flex_backend.flex_attention, GPU, setup)
+    flex_backend._causal.cache_clear()
+    assert len(codes) == 2 and all(x.device == GPU for x in results)
+
+
+def test_backends_are_compared_for_what_will_be_compiled_before_it_is(tmp_path, monkeypatch):
+    """The first row once went through without gradients, where a ν that learns looks like one that does not."""
+    asked = []
+
+    def ask(backend, device, setup=None):
+        asked.append((Setup(*setup).shape_learns, torch.compiler.is_compiling()))
+
+    monkeypatch.setattr(backends, "distrust", ask)
+    mode = FakeTensorMode()
+    _, model = build(tmp_path, "polar", mode, "block.frozen=[alpha]", "model.n_layer=1")
+    torch._dynamo.reset()
+    with mode, torch.autocast("cuda", dtype=torch.bfloat16):
+        tokens = torch.zeros(2, 256, dtype=torch.long, device=GPU)
+        compiled_loss(model, backend="eager", fullgraph=True)(tokens, tokens)
+    assert asked[0] == (True, False)
+    assert {learns for learns, _ in asked} == {True}
 
 
 def test_deterministic_training_needs_no_cumsum(tmp_path):
@@ -122,7 +152,9 @@ def test_deterministic_training_needs_no_cumsum(tmp_path):
             tokens = torch.zeros(2, 256, dtype=torch.long, device=GPU)
             model.loss(tokens, tokens, documents=None, reduction="sum").backward()
             # The check of the kernels too: what it cannot do is taken for a fault of theirs.
-            selfcheck.passes(reference_attention, GPU, selfcheck.Setup(shape_learns=False, forgets=True))
+            selfcheck.passes(reference_attention, GPU, Setup(shape_learns=False, forgets=True))
+            call = selfcheck.small_call(GPU, Setup())
+            assert "in no fixed order" in str(flex_backend.flex_obstacle(call)), "its compiled code has atomic adds"
         assert not [name for name, times in watch.operators.items() if "cumsum" in name and times]
         with mode:
             assert running_sum(torch.zeros(2, 3, 7, device=GPU), 1).shape == (2, 3, 7)

@@ -178,20 +178,6 @@ def test_attention_on_a_gpu_takes_the_triton_kernels_and_stays_there(monkeypatch
     assert {backend for backend, _ in chosen} == {"triton", "flex"}
 
 
-def test_the_backward_operator_of_the_triton_kernels_on_a_gpu():
-    """The operator as autograd calls it; whole steps are in tests/gpu."""
-    from polarlm.fast.triton_backend import triton_backward
-
-    with FAKE:
-        call = call_on_gpu()
-        parameters, evidence = fake(7, 4, dtype=torch.float32), fake(2, 4, 16, dtype=torch.float32)
-        options = (None, "student", False, False, False, False, True, True)
-        inputs = (call.q, call.k, call.v, call.magnitude, evidence, parameters)
-        gradients = triton_backward(call.q, evidence, call.q, evidence, *inputs, *options)
-    assert [x.shape for x in gradients] == [x.shape for x in inputs]
-    assert all(x.device == GPU for x in gradients)
-
-
 @pytest.mark.parametrize(("world", "switches"), [(8, ()), (512, ()), (4, ("block.value_residual=true",))])
 def test_a_sharded_step_among_many_ranks(world, switches):
     """FSDP2's shards, norm and clipping as rank 0 of `world` sees them."""

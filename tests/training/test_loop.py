@@ -2,10 +2,13 @@
 
 import json
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from polarlm.errors import UserError
+from polarlm.fast.backends import BackendChoice
 from polarlm.runs.checkpoints import step_file
 from polarlm.training import callbacks
 from polarlm.training.loop import train_run
@@ -48,6 +51,22 @@ def test_a_run_continued_from_an_earlier_checkpoint_draws_the_same_dropout_and_r
     again = fitted(tmp_path, tmp_path / "run", *job)
     assert [row["step"] for row in again] == [1, 2, 3, 4]
     assert [row["train/loss"] for row in again] == [row["train/loss"] for row in whole]
+
+
+def test_the_attention_backend_is_in_the_folder_and_the_loggers_and_said_aloud_on_a_gpu(tmp_path, monkeypatch, capsys):
+    slow = BackendChoice("streaming", "cuda", ("triton: it differs",))
+    monkeypatch.setattr(callbacks, "choices", lambda: [slow])
+    (tmp_path / "environment.json").write_text('{"chosen": {"precision": "bf16-mixed"}}')
+    wandb: dict[str, Any] = {}
+    config = SimpleNamespace(update=lambda values, allow_val_change: wandb.update(values))
+    loggers = [SimpleNamespace(experiment=SimpleNamespace(config=config)), SimpleNamespace()]
+    record = callbacks.RecordBackend(tmp_path)
+    for batch in range(2):
+        record.on_train_batch_end(SimpleNamespace(loggers=loggers), None, None, None, batch)
+    said = "streaming (triton: it differs)"
+    chosen = json.loads((tmp_path / "environment.json").read_text())["chosen"]
+    assert chosen == {"precision": "bf16-mixed", "attention": [said]} and wandb == {"attention": [said]}
+    assert capsys.readouterr().err == f"  attention: {said}\n"
 
 
 def test_the_probe_before_the_first_step_is_no_training_time(tmp_path, monkeypatch):
