@@ -87,7 +87,7 @@ class Parser(argparse.ArgumentParser):
 def parser() -> Parser:
     """All verbs; each package adds its own."""
     from polarlm.jobs import sweep, trial, tune
-    from polarlm.launch import accept, commands, corpora, doctor, explain, wandb_views
+    from polarlm.launch import accept, commands, corpora, doctor, explain, inspect, wandb_views
     from polarlm.report import commands as report
 
     top = Parser(prog="polarlm", description="Train, evaluate and compare language models. (--debug shows tracebacks)")
@@ -95,7 +95,7 @@ def parser() -> Parser:
     verbs = top.add_subparsers(title="verbs", metavar="verb", required=True)
     verbs.add_parser("train", help="train a run or a sweep, like python train.py (polarlm train --help)")
     verbs.add_parser("eval", help="evaluate a run, like python eval.py (polarlm eval --help)")
-    for package in (sweep, tune, commands, explain, report, trial, corpora, doctor, accept, wandb_views):
+    for package in (sweep, tune, commands, inspect, explain, report, trial, corpora, doctor, accept, wandb_views):
         package.add_parser(verbs)
     add_study(verbs)
     return top

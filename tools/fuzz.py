@@ -94,9 +94,9 @@ def as_before_parts(path: Path) -> None:
 
 def read_folder(folder: Path, *, thorough: bool) -> None:
     """What the verbs do with a run folder that somebody gives them; describing and exporting it take a second."""
+    from polarlm.launch.inspect import describe_run
     from polarlm.runs.export.folder import export_run
     from polarlm.runs.identity import known_runs
-    from polarlm.runs.inspection import describe_run
     from polarlm.runs.reading import read_run
     from polarlm.runs.restore import restore_run
     from polarlm.verdict.groups import group_runs

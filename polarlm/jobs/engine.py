@@ -89,7 +89,6 @@ def run_jobs(
     policy: Policy | None = None,
     deadline: float | None = None,
     rank: bool = True,
-    quiet: bool = False,
     on_end: Callable[[JobSpec, Ended], None] | None = None,
     refill: Callable[[], Sequence[JobSpec]] | None = None,
     watch: Callable[[JobSpec], bool] | None = None,
@@ -111,7 +110,7 @@ def run_jobs(
         if on_end:
             on_end(job, how)
 
-    with Board(len(waiting), place.at_once, rank, quiet) as board:
+    with Board(len(waiting), place.at_once, rank) as board:
         try:
             while waiting or running:
                 if deadline is not None and time.monotonic() > deadline:
@@ -200,8 +199,8 @@ def _duration(one: Running) -> float:
 class Board:
     """Counts jobs and tells about them on stderr."""
 
-    def __init__(self, total: int, at_once: int, rank: bool = True, quiet: bool = False) -> None:
-        self.total, self.at_once, self.quiet = total, at_once, quiet
+    def __init__(self, total: int, at_once: int, rank: bool = True) -> None:
+        self.total, self.at_once = total, at_once
         self.rank = rank  # losses of jobs on different texts have no best
         self.running: dict[str, tuple[JobSpec, float]] = {}
         self.numbers: dict[str, int] = {}  # of the jobs, in the order they were begun
@@ -211,7 +210,7 @@ class Board:
         self.live: Any = None
 
     def __enter__(self) -> Board:
-        if sys.stderr.isatty() and not self.quiet:
+        if sys.stderr.isatty():
             from rich.console import Console
             from rich.live import Live
 
@@ -276,7 +275,7 @@ class Board:
 
     def say(self, line: str) -> None:
         """One line for logs and quiet terminals."""
-        if self.live is None and not self.quiet:
+        if self.live is None:
             print(line, file=sys.stderr, flush=True)
 
     def refresh(self) -> None:

@@ -233,7 +233,6 @@ class Trial:
             self.place,
             policy=Policy(retries=self.retries),
             on_end=lambda job, how: self.ended(missing[job.key], how, width),
-            quiet=True,
         )
         return True
 

@@ -1,7 +1,4 @@
-"""Verbs that use a trained run: `polarlm generate | export | import | inspect | harness`.
-
-`inspect --plan` says what a run that does not exist would need.
-"""
+"""Verbs that use a trained run: `polarlm generate | export | import | harness`."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from polarlm.errors import UserError, did_you_mean
+from polarlm.errors import UserError
 
 RUN = "run folder, or a .ckpt or .safetensors file inside one"
 
@@ -21,7 +18,6 @@ def add_parser(verbs: Any) -> None:
     _add_generate(verbs)
     _add_harness(verbs)
     _add_export(verbs)
-    _add_inspect(verbs)
     p = verbs.add_parser(
         "import",
         help="make a run folder from an exported folder",
@@ -113,15 +109,6 @@ def generate(options: argparse.Namespace) -> int:
     return 0
 
 
-def print_description(options: argparse.Namespace) -> int:
-    """Print what the run's model is."""
-    from polarlm.runs.inspection import describe_run
-    from polarlm.runs.restore import restore_run
-
-    print(describe_run(restore_run(options.folder, "cpu")))
-    return 0
-
-
 def import_folder(options: argparse.Namespace) -> int:
     """Make a run folder."""
     from polarlm.runs.export.folder import import_run
@@ -181,76 +168,3 @@ def verdict_on(folder: Path) -> str | None:
         None,
     )
     return row.sentence if row is not None else None
-
-
-def _add_inspect(verbs: Any) -> None:
-    p = verbs.add_parser(
-        "inspect",
-        help="show parameters, cost and learned scalars of a run, or plan a run",
-        description="Parameters per part, FLOPs per token, memory of a step, learned scalars, changed settings. "
-        "With --plan: memory, communication and time of a run on GPUs that need not be here, for example "
-        "polarlm inspect --plan gpus=8 gpu=h100 experiment=gpt2_124m",
-    )
-    p.add_argument("folder", metavar="run", nargs="?", help=RUN)
-    p.add_argument(
-        "--plan",
-        nargs="+",
-        metavar="key=value",
-        help="gpus=, gpu=, and if you like per_node= (8), mfu= (0.4), vocab=; then any setting of train.py",
-    )
-    p.set_defaults(run=inspect)
-
-
-def inspect(options: argparse.Namespace) -> int:
-    """Print the description, or the plan."""
-    if (options.folder is None) == (options.plan is None):
-        raise UserError(
-            "inspect takes either a run folder (inspect runs/NAME) or a plan "
-            "(inspect --plan gpus=8 gpu=h100 experiment=gpt2_124m)"
-        )
-    if options.plan is None:
-        return print_description(options)
-    print(plan_text(options.plan))
-    return 0
-
-
-def plan_text(arguments: list[str]) -> str:
-    """The plan for `gpus=… gpu=…` and the settings of a run."""
-    from polarlm.launch.overrides import config_loader, plan_jobs
-    from polarlm.settings import read_settings
-    from polarlm.training.planning.gpus import GPUS, PlanSettings
-
-    plan_keys = {f.name for f in dataclasses.fields(PlanSettings)}
-    given: dict[str, Any] = {}
-    overrides = []
-    for text in arguments:
-        key, equals, value = text.partition("=")
-        if key in plan_keys and equals:
-            given[key] = _number(value)
-        else:
-            overrides.append(text)
-    for key, example in (("gpus", "gpus=8"), ("gpu", "gpu=h100")):
-        if key not in given:
-            raise UserError(f"{key}=… is missing: a plan needs it, for example {example} (GPUs: {', '.join(GPUS)})")
-    if given["gpu"] not in GPUS:
-        near = did_you_mean(str(given["gpu"]), GPUS)
-        raise UserError(f"gpu={given['gpu']} is not known. {near}Choices: {', '.join(GPUS)}")
-    settings = read_settings(PlanSettings, given, "")
-    devices = min(settings.per_node, settings.gpus)
-    if settings.gpus % devices:
-        raise UserError(f"gpus={settings.gpus} does not fill nodes of per_node={devices}; choose a multiple of it.")
-    place = [f"trainer.devices={devices}", f"trainer.nodes={settings.gpus // devices}"]
-    job = plan_jobs(config_loader(), "train", [*overrides, *place], multirun=False).jobs[0]
-    assert job.config is not None
-    from polarlm.training.planning.plan import describe_plan, make_plan
-
-    return describe_plan(make_plan(job.config, settings))
-
-
-def _number(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text

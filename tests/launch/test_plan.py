@@ -7,7 +7,7 @@ import re
 import pytest
 
 from polarlm.cli import main
-from polarlm.launch.commands import plan_text
+from polarlm.launch.inspect import plan_text
 
 SMALL = ["model=nano", "model.d_model=32", "model.n_layer=2", "model.context=32", "trainer.batch_tokens=16384"]
 

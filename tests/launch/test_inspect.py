@@ -2,7 +2,7 @@
 
 import torch
 
-from polarlm.runs.inspection import (
+from polarlm.launch.inspect import (
     changed_settings,
     default_settings,
     describe_run,

@@ -1,24 +1,66 @@
-"""What a run's model is made of, what it costs, what its scalars have become, and which settings were changed."""
+"""`polarlm inspect`: what a run's model is made of, costs and has learned; or what a planned run would need."""
 
 from __future__ import annotations
 
-import os
-import re
+import argparse
+import dataclasses
 from collections import defaultdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from omegaconf import OmegaConf
 
-from polarlm.locations import CONFIGS
-from polarlm.model import GPT
+from polarlm.errors import UserError, did_you_mean
+from polarlm.launch.commands import RUN
+from polarlm.launch.overrides import compose, config_loader, named_choices, plan_jobs
+from polarlm.locations import choices_of
 from polarlm.printing import indented
 from polarlm.runs.identity import flatten
-from polarlm.runs.restore import RestoredRun
+from polarlm.settings import read_settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polarlm.model import GPT
+    from polarlm.runs.restore import RestoredRun
 
 PARTS = {"embedding": "embedding", "head": "output", "mixer": "attention", "feed_forward": "feed-forward"}
 OPTIMISER_BYTES = 8  # AdamW's two moments, fp32
 MEASURED_LENGTH, MEASURED_TOKENS = 2048, 16384
+
+
+def add_parser(verbs: Any) -> None:
+    """Add `polarlm inspect`."""
+    p = verbs.add_parser(
+        "inspect",
+        help="show parameters, cost and learned scalars of a run, or plan a run",
+        description="Parameters per part, FLOPs per token, memory of a step, learned scalars, changed settings. "
+        "With --plan: memory, communication and time of a run on GPUs that need not be here, for example "
+        "polarlm inspect --plan gpus=8 gpu=h100 experiment=gpt2_124m",
+    )
+    p.add_argument("folder", metavar="run", nargs="?", help=RUN)
+    p.add_argument(
+        "--plan",
+        nargs="+",
+        metavar="key=value",
+        help="gpus=, gpu=, and if you like per_node= (8), mfu= (0.4), vocab=; then any setting of train.py",
+    )
+    p.set_defaults(run=inspect)
+
+
+def inspect(options: argparse.Namespace) -> int:
+    """Print the description, or the plan."""
+    if (options.folder is None) == (options.plan is None):
+        raise UserError(
+            "inspect takes either a run folder (inspect runs/NAME) or a plan "
+            "(inspect --plan gpus=8 gpu=h100 experiment=gpt2_124m)"
+        )
+    if options.plan is not None:
+        print(plan_text(options.plan))
+        return 0
+    from polarlm.runs.restore import restore_run
+
+    print(describe_run(restore_run(options.folder, "cpu")))
+    return 0
 
 
 def describe_run(run: RestoredRun) -> str:
@@ -88,6 +130,8 @@ def memory_parts(model: GPT, rows: int, length: int) -> list[tuple[str, int]]:
 
 def saved_bytes(model: GPT, rows: int, length: int) -> int:
     """Bytes that autograd holds after a forward pass: every storage once, weights not counted."""
+    import torch
+
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     seen: dict[int, int] = {}
     alive: list[Tensor] = []  # or an address could be given to another tensor
@@ -143,6 +187,23 @@ def changed_settings(config: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     return changed
 
 
+def default_settings(choices: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(settings without any choice, settings with these choices), both with the names chosen in every group.
+
+    A name that is no file (a size changed by hand is called 2x32) leaves that group at its default.
+    """
+
+    def plain(overrides: list[str]) -> dict[str, Any]:
+        cfg = compose(config_loader(), "train", overrides)
+        ours = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+        picked = named_choices(cfg.hydra.runtime.choices)
+        return {**OmegaConf.to_container(ours, resolve=True), "choices": picked}  # type: ignore[dict-item]
+
+    default = plain([])
+    known = {group: name for group, name in choices.items() if group in default["choices"]}
+    return default, plain([f"{group}={name}" for group, name in known.items() if name in choices_of(group)])
+
+
 def _bytes(size: int) -> str:
     for unit, scale in (("GB", 2**30), ("MB", 2**20), ("kB", 2**10)):
         if size >= scale:
@@ -150,41 +211,44 @@ def _bytes(size: int) -> str:
     return f"{size} B"
 
 
-# -- the settings that train.py would take by itself, and those of a run's own choices --------------------------------
+# -- a run that does not exist yet ------------------------------------------------------------------------------------
 
 
-def default_settings(choices: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(settings without any choice, settings with these choices), both with the names chosen in every group.
+def plan_text(arguments: list[str]) -> str:
+    """The plan for `gpus=… gpu=…` and the settings of a run."""
+    from polarlm.training.planning.gpus import GPUS, PlanSettings
 
-    A name that is no file (a size changed by hand is called 2x32) leaves that group at its default.
-    """
-    from hydra import compose, initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-    from omegaconf import OmegaConf
+    plan_keys = {f.name for f in dataclasses.fields(PlanSettings)}
+    given: dict[str, Any] = {}
+    overrides = []
+    for text in arguments:
+        key, equals, value = text.partition("=")
+        if key in plan_keys and equals:
+            given[key] = _number(value)
+        else:
+            overrides.append(text)
+    for key, example in (("gpus", "gpus=8"), ("gpu", "gpu=h100")):
+        if key not in given:
+            raise UserError(f"{key}=… is missing: a plan needs it, for example {example} (GPUs: {', '.join(GPUS)})")
+    if given["gpu"] not in GPUS:
+        near = did_you_mean(str(given["gpu"]), GPUS)
+        raise UserError(f"gpu={given['gpu']} is not known. {near}Choices: {', '.join(GPUS)}")
+    settings = read_settings(PlanSettings, given, "")
+    devices = min(settings.per_node, settings.gpus)
+    if settings.gpus % devices:
+        raise UserError(f"gpus={settings.gpus} does not fill nodes of per_node={devices}; choose a multiple of it.")
+    place = [f"trainer.devices={devices}", f"trainer.nodes={settings.gpus // devices}"]
+    job = plan_jobs(config_loader(), "train", [*overrides, *place], multirun=False).jobs[0]
+    assert job.config is not None
+    from polarlm.training.planning.plan import describe_plan, make_plan
 
-    def plain(overrides: list[str]) -> dict[str, Any]:
-        cfg = compose("train", overrides=overrides, return_hydra_config=True)
-        names = cfg.hydra.runtime.choices.items()
-        picked = {k: v for k, v in names if "hydra" not in k and "/" not in k and v is not None}
-        ours = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
-        return {**OmegaConf.to_container(ours, resolve=True), "choices": picked}  # type: ignore[dict-item]
-
-    world = GlobalHydra.instance()
-    running, world.hydra = world.hydra, None
-    try:
-        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            default = plain([])
-            known = [
-                f"{group}={name}"
-                for group, name in choices.items()
-                if group in default["choices"] and is_choice(group, name)
-            ]
-            return default, plain(known)
-    finally:
-        world.hydra = running
+    return describe_plan(make_plan(job.config, settings))
 
 
-def is_choice(group: str, name: Any) -> bool:
-    """Whether a yaml of ours has this name; a stored name must not lead to another folder's."""
-    # os.path.isfile is False for a name that is too long; Path.exists raises.
-    return re.fullmatch(r"[\w-]+", str(name)) is not None and os.path.isfile(CONFIGS / group / f"{name}.yaml")
+def _number(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
