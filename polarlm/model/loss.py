@@ -85,9 +85,9 @@ def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
 def _few_that_count(targets: Tensor) -> Tensor | None:
     """Where the targets that count are, if most do not (recall tasks ask 4 of 64): the others need no logits.
 
-    Returns None on a GPU, which would have to wait for the count.
+    Returns None on a GPU, which would have to wait for the count, and in a plan, whose tensors hold no numbers.
     """
-    if targets.device.type != "cpu":
+    if targets.device.type != "cpu" or type(targets) is not Tensor:
         return None
     counted = (targets != IGNORED).nonzero()[:, 0]
     return counted if 0 < 2 * len(counted) < len(targets) else None
