@@ -25,6 +25,7 @@ from polarlm.errors import UserError, did_you_mean
 T = TypeVar("T")
 # Between these, fp32 holds the scalars of a block with their squares and quotients; noises and rates may also be 0.
 SMALLEST, LARGEST = 1e-9, 10**8
+LARGEST_COUNT = 2**63
 _LIMITS = {"at_least": "≥", "above": ">", "at_most": "≤", "below": "<"}
 
 
@@ -168,6 +169,7 @@ def _number(kind: type, value: Any, limits: Mapping[str, Any]) -> Any:
     }  # fmt: skip
     _require(all(inside[name](limits[name]) for name in _LIMITS if name in limits), wanted)
     _require(not numbers or number in numbers, wanted)
+    _require(kind is float or abs(number) < LARGEST_COUNT, f"{wanted} below 2**63")
     return number
 
 

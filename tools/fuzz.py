@@ -1,4 +1,4 @@
-"""Damaged run folders and wrong command lines for the readers: anything but an answer or a UserError is a finding.
+"""Damaged run folders, yaml files and commands for the readers: all but an answer or one sentence is a finding.
 
 python -m tools.fuzz --minutes 60          prints every finding with the input that caused it; exit code 1 if any
 """
@@ -6,6 +6,8 @@ python -m tools.fuzz --minutes 60          prints every finding with the input t
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import random
 import shutil
@@ -19,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
-from polarlm.errors import UserError
 
 VALUES: list[Any] = [
     None, True, 0, -1, 1, 2**31, 2**63, 10**400, -(10**400), 0.5, 1e-320, 1e308, float("nan"), float("inf"), "", "x",
@@ -70,8 +70,15 @@ def change_run(folder: Path, chance: random.Random) -> str:
         config = mutated(yaml.safe_load(path.read_text(encoding="utf-8")), chance)
         path.write_text(yaml.safe_dump(config), encoding="utf-8")
         return f"config.yaml: {config!r}"[:3000]
-    if kind < 0.75:
-        path = folder / chance.choice(JSON_FILES)
+    if kind < 0.6 and (tables := sorted(folder.rglob("*.jsonl"))):
+        path = chance.choice(tables)
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        place = chance.randrange(len(rows))
+        rows[place] = mutated(rows[place], chance)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return f"{path.name}: {rows[place]!r}"[:3000]
+    if kind < 0.8:
+        path = chance.choice([*(folder / name for name in JSON_FILES), *sorted(folder.glob("evaluations/*.json"))])
         known = (
             json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"a": {"b": 1}, "splits": {"train": {}}}
         )
@@ -112,6 +119,37 @@ def read_folder(folder: Path, *, thorough: bool) -> None:
     export_run(restored, folder.parent / "out")
 
 
+def compare_folders(folder: Path) -> None:
+    """What `polarlm compare` does with run folders of which one is damaged: the table, the page's data and the page."""
+    from polarlm.cli import parser
+
+    options = parser().parse_args(["compare", str(folder), "--text", "--csv", "-", "--out", str(folder / "page.html")])
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        options.run(options)
+
+
+def read_yaml(place: Path, chance: random.Random) -> None:
+    """A file of the user's own configs, chosen by name."""
+    from polarlm.launch.overrides import _loader, plan_jobs
+    from polarlm.locations import CONFIGS, own_configs
+
+    group = chance.choice(["block", "model", "data", "tokenizer", "optim", "trainer", "experiment"])
+    raw = chance.choice(sorted((CONFIGS / group).glob("*.yaml"))).read_bytes()
+    if chance.random() < 0.5:
+        raw = yaml.safe_dump(mutated(yaml.safe_load(raw), chance)).encode()
+    else:
+        raw = damaged(raw, chance)
+    shutil.rmtree(place, ignore_errors=True)
+    (place / "configs" / group).mkdir(parents=True)
+    (place / "configs" / group / "mine.yaml").write_bytes(raw)
+    with contextlib.chdir(place):
+        _loader.cache_clear()
+        try:
+            plan_jobs(_loader(own_configs()), "train", [f"{group}=mine"], multirun=False)
+        finally:
+            _loader.cache_clear()
+
+
 def read_command(chance: random.Random) -> list[str]:
     """A command line of settings with values of any kind."""
     from polarlm.launch.overrides import config_loader, flat_keys, plan_jobs
@@ -142,8 +180,10 @@ def read_command(chance: random.Random) -> list[str]:
 
 def fuzz(minutes: float, seed: int, report: Callable[[str], None], inputs: float = float("inf")) -> int:
     """Try until the time or the number of inputs is over; returns the number of different findings."""
+    from polarlm.launch.entry import exit_code, message
     from polarlm.launch.overrides import config_loader, plan_jobs
     from tests.runs.made_up_run import made_up_run
+    from tests.synthetic_runs import write_run
 
     warnings.simplefilter("ignore")
     findings: set[str] = set()
@@ -152,6 +192,8 @@ def fuzz(minutes: float, seed: int, report: Callable[[str], None], inputs: float
         made_up_run(Path(place) / "sound", "polar")
         shutil.copytree(Path(place) / "sound", Path(place) / "older")
         as_before_parts(Path(place) / "older" / "config.yaml")
+        for block in ("standard", "polar"):
+            write_run(Path(place) / "judged" / block, block, steps=40, probe_every=20, evaluations=True)
         while time.monotonic() < until and number < inputs:
             number += 1
             chance = random.Random(f"{seed}/{number}")
@@ -161,6 +203,13 @@ def fuzz(minutes: float, seed: int, report: Callable[[str], None], inputs: float
                     command = read_command(chance)
                     given = " ".join(command)
                     plan_jobs(config_loader(), "train", command, multirun=False)
+                elif number % 20 == 10:
+                    read_yaml(Path(place) / "user", chance)
+                elif number % 5 == 0:
+                    shutil.rmtree(Path(place) / "tried", ignore_errors=True)
+                    shutil.copytree(Path(place) / "judged", Path(place) / "tried")
+                    given = change_run(Path(place) / "tried" / "polar", chance)
+                    compare_folders(Path(place) / "tried")
                 else:
                     shutil.rmtree(Path(place) / "tried", ignore_errors=True)
                     folder = Path(
@@ -168,9 +217,9 @@ def fuzz(minutes: float, seed: int, report: Callable[[str], None], inputs: float
                     )
                     given = change_run(folder, chance)
                     read_folder(folder, thorough=chance.random() < 0.1)
-            except UserError:
-                continue
             except Exception as error:
+                if exit_code(error) == 2 and message(error).count("\n") == 0:
+                    continue
                 last = traceback.extract_tb(error.__traceback__)[-1]
                 name = f"{type(error).__name__} in {last.filename}:{last.lineno}"
                 if name not in findings:

@@ -33,6 +33,15 @@ def test_a_pushed_run_is_one_commit_and_comes_back_as_the_same_files(hub, tmp_pa
     assert stored == files
 
 
+def test_files_that_export_did_not_write_are_not_published(hub, tmp_path):
+    (tmp_path / "README.md").write_text("a model")
+    (tmp_path / ".env").write_text("SECRET=1")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("url = https://user:token@host")
+    push_folder(tmp_path, "owner/name")
+    assert set(hub.files["owner/name"]) == {"README.md"}
+
+
 def test_pushing_again_updates_the_repository(hub, tmp_path):
     (tmp_path / "a").mkdir()
     for text in ("one", "two"):

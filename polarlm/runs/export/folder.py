@@ -12,6 +12,7 @@ from torch import Tensor
 
 from polarlm.data import Tokenizer, load_tokenizer
 from polarlm.data.atomic import explained
+from polarlm.data.tokenizer import DESCRIPTION
 from polarlm.errors import UserError
 from polarlm.evaluation.metrics import METRICS, formatted
 from polarlm.runs.export.bundle import bundle
@@ -32,6 +33,11 @@ from polarlm.runs.restore import RestoredRun, load_weights, save_weights
 MODELING = "modeling_polarlm"
 KEPT = ("config.yaml", "corpus.json", "summary.json", "environment.json")  # what makes it a run folder again
 ORIGIN = "polarlm_run"
+EXPORTED = (
+    *("README.md", "config.json", "generation_config.json", "model.safetensors", f"{MODELING}.py"),
+    *("tokenizer.json", "tokenizer_config.json"),
+    *(f"{ORIGIN}/{name}" for name in (*KEPT, "tokenizer/tokenizer.json", f"tokenizer/{DESCRIPTION}")),
+)
 
 
 def export_run(run: RestoredRun, out: Path, verdict: str | None = None) -> bool:
@@ -275,7 +281,7 @@ def check_name(repo: str) -> None:
 
 
 def push_folder(folder: Path, repo: str, *, private: bool = False) -> str:
-    """Create the repository if it does not exist, commit the folder's files, and return the address of the commit."""
+    """Create the repository if it does not exist, commit the exported files, and return the address of the commit."""
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -283,7 +289,7 @@ def push_folder(folder: Path, repo: str, *, private: bool = False) -> str:
     require_plain_files(folder)
     if get_token() is None:
         raise UserError(f"--push {repo}: not logged in to the Hugging Face hub; run `hf auth login`, or set HF_TOKEN")
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = [path for name in EXPORTED if (path := folder / name).is_file()]  # others in the folder stay private
     operations = [CommitOperationAdd(str(path.relative_to(folder)), path) for path in files]
     api = HfApi()
     try:
