@@ -25,15 +25,14 @@ def planned_and_resident(block: str, context: int, windows: int) -> tuple[float,
     """MB that the plan expects for a step of model=small, and MB that the process has grown by at most."""
     import torch
 
-    from polarlm.fast import directions, passes
+    from polarlm.fast import passes
     from polarlm.launch.overrides import config_loader, plan_jobs
     from polarlm.model import GPT
     from polarlm.model.build import build_model
     from polarlm.training.optimisers import build_optimiser
     from polarlm.training.planning.memory import Shape, device_memory, step_memory
 
-    for module in (directions, passes):
-        vars(module)["takes_pass"] = lambda x: False  # torch's own operators, which the plan counts and a GPU uses
+    vars(passes)["takes_pass"] = lambda x: False  # torch's own operators, which the plan counts and a GPU uses
     settings = [f"block={block}", "model=small", f"model.context={context}", f"trainer.batch_tokens={context}"]
     config = plan_jobs(config_loader(), "train", settings, multirun=False).jobs[0].config
     assert config is not None

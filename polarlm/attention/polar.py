@@ -106,7 +106,7 @@ class PolarAttention(Mixer):
             forgotten=parts.forgetting(x, context),
             consensus=parts.aggregate.consensus,  # 5: the mean
             radial_mode=parts.radial.mode,  # 6: the radial estimate
-            radial=parts.radial.noise(p),
+            radial=parts.radial.noise(p) if parts.radial.noisy else None,
             radial_correlation=parts.radial.radial_correlation,
             documents=context.documents,
             dropout=self.shape.dropout if self.training else 0.0,
@@ -116,7 +116,10 @@ class PolarAttention(Mixer):
         step = parts.step(latent, output, p, prior, record)  # 7: along the sphere, and out of the frame
         if record is not None:
             record.update(params=p, **latent.frame.recorded(v))
-        return parts.output(x, step, latent.v.dtype)  # 8: back to the residual stream
+        if self.head_gate is not None:
+            step = step * self.head_gate(x).unsqueeze(-1)
+        step = step.to(latent.v.dtype)
+        return parts.output.tied(step) if self.tie_output else self.out(step.flatten(-2))  # 8: back to the stream
 
     @contextlib.contextmanager
     def unit_step(self) -> Iterator[None]:

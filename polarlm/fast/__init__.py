@@ -4,6 +4,6 @@ Importing the package puts its entries behind the door (polarlm/operations.py). 
 speed depends on it.
 """
 
-from . import backends, decoding, directions, passes
+from . import backends, decoding, passes
 
-__all__ = ["backends", "decoding", "directions", "passes"]
+__all__ = ["backends", "decoding", "passes"]

@@ -21,9 +21,8 @@ from polarlm.attention.robust import DirectionalNoise
 from polarlm.attention.standard import StandardAttention
 from polarlm.attention.xsa import ExclusiveAttention
 from polarlm.geometry.sphere import SPHERE_EPS
-from polarlm.model.block import Block, decode_layer
+from polarlm.model.block import Block, PreNorm, decode_layer
 from polarlm.model.feed_forward import GeluFeedForward, SwiGLUFeedForward
-from polarlm.model.frames import PreNorm
 from polarlm.operations import faster
 
 from .backends import distrust
@@ -174,7 +173,7 @@ def polar_recipe(mixer: PolarAttention) -> Recipe | None:
         residual_form=parts.influence.residual_form,
         norm_values=True,
         radial_mode=parts.radial.mode,
-        radial=parts.radial.noise(scalars),
+        radial=parts.radial.noise(scalars) if parts.radial.noisy else None,
         radial_correlation=parts.radial.radial_correlation,
         projection=parts.step.projection,
         evidence_clamp=parts.step.evidence_clamp,

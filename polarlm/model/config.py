@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from polarlm.errors import UserError
 from polarlm.settings import setting
 
-CONNECTIONS = ("pre", "post", "scaled", "geodesic", "ngpt")  # polarlm/model/frames.py
+CONNECTIONS = ("pre", "post", "scaled", "geodesic", "ngpt")  # polarlm/model/block.py
 # Behind a +: which branches add only what is orthogonal to the stream, attention or the feed-forward too.
 FRAME_NAMES = tuple(name + suffix for suffix in ("", "+tangent", "+tangent_both") for name in CONNECTIONS)
 

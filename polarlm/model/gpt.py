@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from polarlm.attention.initialisation import GPT2_STD, Initialisation, linear
 from polarlm.attention.mixer import KeyValueCache, Mixer, MixerShape, Record, Rotary, TokenContext
 from polarlm.geometry import rotary_tables
-from polarlm.model.block import Block, build_block, decode_layer, mixer_shape
+from polarlm.model.block import FRAMES, Block, build_block, decode_layer, mixer_shape
 from polarlm.model.config import GPTConfig
-from polarlm.model.frames import FRAMES
 from polarlm.model.loss import cap_logits, chunked_cross_entropy, chunked_tally, log_probability_chunks
 from polarlm.model.ngpt import Factor
 from polarlm.operations import closed

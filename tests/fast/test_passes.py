@@ -17,8 +17,8 @@ from polarlm.geometry import project, tangential_part
 from polarlm.geometry.multihead import PROJECTIONS, tangent_step
 from polarlm.geometry.sphere import add_tangential, on_sphere
 from polarlm.geometry.transport import rotary_tables, rotate
+from polarlm.model.block import rms_norm
 from polarlm.model.feed_forward import feed_forward
-from polarlm.model.norm import rms_norm
 from polarlm.operations import plain
 
 plain_rotate = plain(rotate)

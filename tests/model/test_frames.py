@@ -10,9 +10,9 @@ from polarlm.attention import MixerShape, PolarAttention, StandardAttention
 from polarlm.attention.ngpt import NormalisedAttention
 from polarlm.errors import UserError
 from polarlm.model import GPT, GPTConfig
+from polarlm.model.block import FRAMES, Geodesic
 from polarlm.model.build import frame_of
 from polarlm.model.config import CONNECTIONS, FRAME_NAMES
-from polarlm.model.frames import FRAMES, Geodesic
 from polarlm.training.optimisers import build_optimiser
 
 SIZE = dict(vocab_size=17, context=8, d_model=16, n_layer=3, n_head=2)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from polarlm.model.norm import RMSNorm
+from polarlm.model.block import RMSNorm
 
 
 @pytest.mark.parametrize(

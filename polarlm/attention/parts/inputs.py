@@ -13,7 +13,7 @@ from polarlm.attention.estimator import choice, scalar
 from polarlm.attention.initialisation import linear
 from polarlm.attention.mixer import TokenContext, split_heads
 from polarlm.attention.parts.part import Part
-from polarlm.attention.parts.transport import CommonFrame
+from polarlm.attention.parts.transport import CommonFrame, Turns
 from polarlm.attention.projections import sphere_heads
 from polarlm.errors import UserError
 from polarlm.geometry.sphere import on_sphere
@@ -84,10 +84,9 @@ class Inputs(Part):
         """Of the stream x (B, T, d); by the operation `sphere_heads` where nothing unusual is asked for."""
         block, transport = self.block, self.block.parts.transport
         if block.qk is not None and self._usual and context.record is None:
-            turns, radius = block.frequencies(context), p["radius"] * 0.5**0.5
-            heads = (block.shape.n_head, block.shape.n_kv_head)
-            q, k, v, m = sphere_heads(x, block.qk, block.v, heads, radius, *turns.keys)
-            return Latent(q, k, v, m.squeeze(-1), CommonFrame(turns))
+            radius, heads = p["radius"] * 0.5**0.5, (block.shape.n_head, block.shape.n_kv_head)
+            q, k, v, m = sphere_heads(x, block.qk, block.v, heads, radius, *context.rotary)
+            return Latent(q, k, v, m.squeeze(-1), CommonFrame(Turns(context.rotary, context.rotary)))
         x, q, k, v, m = self._project(x, p, context)
         frame = transport(x, context)
         if context.record is not None:
@@ -104,7 +103,7 @@ class Inputs(Part):
         block, transport = self.block, self.block.parts.transport
         spheres = self.norm_position == "both" and self.norm_scope == "per_head" and self.norm_values
         bare = block.q_gain is None and block.value_residual is None
-        return spheres and bare and transport.rotates_alone and transport.rotate_values
+        return spheres and bare and transport.by_position and transport.rotate_values
 
     def _project(
         self, x: Tensor, p: dict[str, Tensor], context: TokenContext

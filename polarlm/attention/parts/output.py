@@ -11,7 +11,6 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Output(Part):
-    """W_o of the step, whose heads a gate may weigh first."""
+    """W_o, or its replacement, and the gate that may weigh the heads first."""
 
     def __init__(self, block: PolarAttention, *, tie_output: bool, head_gate: bool) -> None:
         super().__init__(block)
@@ -39,18 +38,12 @@ class Output(Part):
             block.out = linear(inner, shape.d_model, shape.initial.residual(inner))
         block.head_gate = HeadGate(shape, raw_stream=not block.pre_norm) if head_gate else None
 
-    def __call__(self, x: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
-        """(B, T, d) of the step (B, T, H, Dh) that the tokens x take."""
-        block = self.block
-        if block.head_gate is not None:
-            step = step * block.head_gate(x).unsqueeze(-1)
-        step = step.to(dtype)
-        if not self.tie_output:
-            return block.out(step.flatten(-2))
-        group = block.shape.n_head // block.shape.n_kv_head
-        if group > 1:  # grouped value heads take the mean over their query heads
+    def tied(self, step: Tensor) -> Tensor:
+        """W_v^T of a step (B, T, H, Dh), (B, T, d); grouped value heads take the mean over their query heads."""
+        group = self.block.shape.n_head // self.block.shape.n_kv_head
+        if group > 1:
             step = step.unflatten(-2, (-1, group)).mean(-2)
-        return F.linear(step.flatten(-2), block.v.weight.mT)
+        return F.linear(step.flatten(-2), self.block.v.weight.mT)
 
     def check(self) -> None:
         """Warn where a tied step is tangent to the stream only while gains or gates are equal."""

@@ -46,17 +46,13 @@ class Radial(Part):
         refuse_noiseless(self.scalars, "eta_rk", "sigma_r0")
         if not self.scalars["mu_r"]:  # magnitudes that do not decay have no rate
             del self.scalars["mu_r"]
+        self.mode = "off" if self.radial == "none" else self.radial  # as a call of robust attention names it
+        gated = block.parts.aggregate.consensus != "none"  # by rho
+        self.noisy = self.radial != "none" or gated
 
-    @property
-    def mode(self) -> str:
-        """`radial` as a call of robust attention names it."""
-        return "off" if self.radial == "none" else self.radial
-
-    def noise(self, p: Mapping[str, Tensor]) -> RadialNoise | None:
-        """Variances of the radial channel; None without one. The gate of Appendix G.1 needs rho alone."""
+    def noise(self, p: Mapping[str, Tensor]) -> RadialNoise:
+        """Variances of the radial channel. The gate of Appendix G.1 needs rho alone."""
         mode, gated = self.radial, self.block.parts.aggregate.consensus != "none"
-        if mode == "none" and not gated:
-            return None
         zero = torch.zeros_like(p["m_inf"])
         mu = p.get("mu_r", zero)
         if mode != "own" and gated:

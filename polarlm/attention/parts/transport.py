@@ -185,15 +185,12 @@ class Transport(Part):
     def __init__(self, block: PolarAttention, *, transport: str, rotate_values: bool, frequencies: str) -> None:
         super().__init__(block)
         self.transport, self.rotate_values, self.frequencies = transport, rotate_values, frequencies
+        # Whether the position alone decides, with frequencies that all heads share: the model's own tables then do.
+        self.by_position = transport == "rotary" and frequencies == "shared"
         choice("transport", transport, TRANSPORTS)
         block.rotate_values = rotate_values
         block.frequencies = Frequencies(frequencies, block.shape, block.rotary_dim)
         block.transport = None if transport == "rotary" else ContentTransport(transport, block.shape, block.rotary_dim)
-
-    @property
-    def rotates_alone(self) -> bool:
-        """Whether the position alone decides, with frequencies that all heads share."""
-        return self.transport == "rotary" and self.frequencies == "shared"
 
     def __call__(self, x: Tensor, context: TokenContext) -> CommonFrame:
         """The frame of the tokens x (B, T, d)."""
