@@ -105,7 +105,7 @@ def main(folder: str = "docs/figures") -> None:
         ("update", draw_update),
     ):
         figure = draw()
-        figure.savefig(out / f"{name}.png", dpi=90, metadata={"Software": None})
+        figure.savefig(out / f"{name}.png", dpi=110, metadata={"Software": None})
 
 
 def _figure(width: float, height: float) -> Any:
@@ -117,13 +117,14 @@ def _figure(width: float, height: float) -> Any:
     return figure
 
 
-def _sphere(figure: Any, place: tuple[int, int, int], title: str) -> Any:
-    """Axes with a wire sphere of radius 1."""
+def _sphere(figure: Any, place: tuple[int, int, int], title: str, reach: float = 1.0) -> Any:
+    """Axes with a wire sphere of radius 1; `reach` is the largest coordinate shown."""
     axes = figure.add_subplot(*place, projection="3d")
     a, b = torch.meshgrid(torch.linspace(0, torch.pi, 13), torch.linspace(0, 2 * torch.pi, 25), indexing="ij")
     axes.plot_wireframe(a.sin() * b.cos(), a.sin() * b.sin(), a.cos(), color="0.85", linewidth=0.5)
-    axes.set_title(title, fontsize=9)
-    axes.set(xlim=(-1, 1), ylim=(-1, 1), zlim=(-1, 1))
+    axes.set_title(title, fontsize=11)
+    limits = (-reach, reach)
+    axes.set(xlim=limits, ylim=limits, zlim=limits)
     axes.set_box_aspect((1, 1, 1), zoom=1.5)
     axes.set_axis_off()
     axes.view_init(22, -50)
@@ -136,40 +137,40 @@ def _line(axes: Any, *points: Tensor, **style: Any) -> None:
 
 def draw_model() -> Any:
     """Figure 1: the noise splits into a radial and a tangential part; the state into direction and magnitude."""
-    figure, cloud, path = _figure(8, 3.8), noise_cloud(), trajectory()
-    axes = _sphere(figure, (1, 2, 1), "noise: along the state, and across it")
+    figure, cloud, path = _figure(7, 3.6), noise_cloud(), trajectory()
+    axes = _sphere(figure, (1, 2, 1), "noise along and across the state", reach=1.15)
     axes.scatter(*cloud["points"].T, s=4, color=TANGENTIAL, alpha=0.5)
     axes.scatter(*cloud["radial"].T, s=3, color=RADIAL, alpha=0.6)
     _line(axes, torch.zeros(3), cloud["u"], color=STATE, linewidth=2)
-    axes = _sphere(figure, (1, 2, 2), "x(t) = m(t) u(t)")
+    axes = _sphere(figure, (1, 2, 2), "x(t) = m(t) u(t)", reach=1.3)
     axes.plot(*path["u"].T, color=GOLD, linewidth=2, label="direction u")
     axes.plot(*path["x"].T, color=STATE, linewidth=2, label="state x")
     for i in range(0, len(path["m"]), 20):
         _line(axes, torch.zeros(3), path["x"][i], color=GREY, linewidth=0.8)
-    axes.legend(fontsize=8, loc="lower left")
+    axes.legend(fontsize=10, loc="lower left")
     return figure
 
 
 def draw_filter() -> Any:
     """Figure 2: the transported observations and their consensus; the tangent step and its retraction."""
-    figure, seen = _figure(8, 3.8), estimate()
-    axes = _sphere(figure, (1, 2, 1), "observations carried to one time, by weight")
+    figure, seen = _figure(7, 3.6), estimate()
+    axes = _sphere(figure, (1, 2, 1), "transported observations, by weight")
     axes.scatter(*seen["carried"].T, s=8 + 400 * seen["weights"], color=TANGENTIAL, alpha=0.7)
     _line(axes, torch.zeros(3), seen["consensus"], color=RADIAL, linewidth=2, label="consensus ū")
-    axes.legend(fontsize=8, loc="lower left")
-    axes = _sphere(figure, (1, 2, 2), "tangent step, and back to the sphere")
+    axes.legend(fontsize=10, loc="lower left")
+    axes = _sphere(figure, (1, 2, 2), "tangent step and retraction")
     _line(axes, torch.zeros(3), seen["query"], color=STATE, linewidth=2, label="û")
     _line(axes, seen["query"], seen["ambient"], color=TANGENTIAL, linewidth=2, label="P_T(ū − û)")
     _line(axes, seen["ambient"], seen["retracted"], color=GOLD, linewidth=2, label="retraction")
     axes.scatter(*seen["consensus"], color=RADIAL, s=20, label="ū")
-    axes.legend(fontsize=8, loc="lower left")
+    axes.legend(fontsize=10, loc="lower left")
     return figure
 
 
 def draw_covariance() -> Any:
     """Figure 3: an RT covariance stays radial and tangential while it is carried along."""
-    figure, carried = _figure(4.6, 4.2), covariances()
-    axes = _sphere(figure, (1, 1, 1), "Σ at three times: ΦΣΦᵀ")
+    figure, carried = _figure(4.2, 3.8), covariances()
+    axes = _sphere(figure, (1, 1, 1), "Σ at three times: ΦΣΦᵀ", reach=1.2)
     a, b = torch.meshgrid(torch.linspace(0, torch.pi, 15), torch.linspace(0, 2 * torch.pi, 25), indexing="ij")
     ball = torch.stack([a.sin() * b.cos(), a.sin() * b.sin(), a.cos()]).double()
     for u, sigma, shade in zip(carried["u"], carried["sigma"], (0.35, 0.55, 0.8)):
@@ -181,7 +182,7 @@ def draw_covariance() -> Any:
 
 def draw_update() -> Any:
     """Figure 4: the Transformer's ambient step and the Polar Transformer's tangent step, in the plane."""
-    figure, drawn = _figure(4.6, 4.0), updates()
+    figure, drawn = _figure(4.2, 3.8), updates()
     axes = figure.add_subplot()
     angle = torch.linspace(-0.2, torch.pi * 0.75, 100)
     radius = drawn["x"].norm()
@@ -192,10 +193,10 @@ def draw_update() -> Any:
         axes.annotate(
             "", drawn[name].tolist(), drawn["x"].tolist(), arrowprops={"arrowstyle": "->", "color": colour, "lw": 2}
         )
-        axes.annotate(name, drawn[name].tolist(), color=colour, fontsize=9)
-    axes.annotate("x", drawn["x"].tolist(), color=STATE)
-    axes.annotate("v̄", drawn["v_bar"].tolist(), color=GOLD)
-    axes.set(xlim=(-0.4, 1.8), ylim=(-0.2, 1.8), aspect="equal", title="towards v̄, or along the tangent")
+        axes.annotate(name, drawn[name].tolist(), color=colour, fontsize=11)
+    axes.annotate("x", drawn["x"].tolist(), color=STATE, fontsize=11)
+    axes.annotate("v̄", drawn["v_bar"].tolist(), color=GOLD, fontsize=11)
+    axes.set(xlim=(-0.4, 1.8), ylim=(-0.2, 1.8), aspect="equal", title="step along v̄ or along the tangent")
     return figure
 
 
