@@ -63,7 +63,12 @@ def plain_settings(schema: type, given: Any, prefix: str) -> dict[str, Any]:
 def check_value(schema: type, name: str, value: Any, prefix: str) -> Any:
     """Check one value against the field `name` of a schema."""
     limits = next(f.metadata for f in fields(schema) if f.name == name)
-    return _checked(_hints(schema)[name], value, _join(prefix, name), limits, plain=True)
+    return checked_value(_hints(schema)[name], value, _join(prefix, name), limits)
+
+
+def checked_value(kind: Any, value: Any, key: str, limits: Mapping[str, Any] | None = None) -> Any:
+    """A value of this type and within these limits, as plain data."""
+    return _checked(kind, value, key, limits or {}, plain=True)
 
 
 def _values(schema: type, given: Any, prefix: str, *, plain: bool) -> dict[str, Any]:

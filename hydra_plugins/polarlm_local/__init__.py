@@ -1,20 +1,101 @@
-"""Hydra takes launchers and sweepers only from packages of this name; the launchers are polarlm.jobs.sweep's."""
+"""How a sweep's jobs reach the engine. Hydra takes launchers and sweepers only from packages of this name."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.plugins.launcher import Launcher
+from omegaconf import OmegaConf
 
 from polarlm.block_keys import expanded
-from polarlm.jobs.sweep import LocalLauncher as _LocalLauncher
-from polarlm.jobs.sweep import SlurmLauncher as _SlurmLauncher
+from polarlm.errors import JobsLeft, UserError
+from polarlm.jobs import sweep
+from polarlm.jobs.engine import Policy, run_jobs
+from polarlm.jobs.job import Ended, JobSpec, shown, varying
+from polarlm.jobs.places import Cluster, Here, gpus_for
+from polarlm.runs.identity import key_of
 
 
-class LocalLauncher(_LocalLauncher):
-    """hydra/launcher=local."""
+class EngineLauncher(Launcher):
+    """Hands the jobs of a multirun to the engine."""
+
+    def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
+        self.config = config
+
+    def place(self, folder: Path, jobs: Sequence[Sequence[str]]) -> Any:
+        """Where the jobs run."""
+        raise NotImplementedError
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Run every job; a failed one does not stop the others, unless jobs.stop_on_failure is set."""
+        folder = Path(self.config.hydra.sweep.dir) / sweep.current.group
+        overrides = [[text for text in job if key_of(text) != "hydra/launcher"] for job in job_overrides]
+        varied = varying(overrides)
+        jobs = [
+            JobSpec(
+                tuple(texts),
+                folder / "logs" / f"{number:03d}.log",
+                sweep.current.identities.get(tuple(texts), ""),
+                shown(texts, varied),
+                str(self.config.get("runs_dir", "runs")),
+                verb=str(self.config.hydra.job.config_name),
+                swept=tuple(varied),
+                devices=int((self.config.get("trainer") or {}).get("devices", 1)),
+            )
+            for number, texts in enumerate(overrides, start=initial_job_idx)
+        ]
+        place = self.place(folder, overrides)
+        if not initial_job_idx:
+            sweep.print_estimate(sweep.current.unfinished, place)
+        try:
+            ended = run_jobs(
+                jobs,
+                place,
+                policy=Policy(sweep.current.stop_on_failure, sweep.current.retries),
+                on_end=lambda job, how: sweep.current.note(job.name, how.loss, how.error or None),
+            )
+        except JobsLeft:
+            sweep.current.left = True
+            raise
+        not_run = Ended("failed", error="not started: an earlier job has failed (jobs.stop_on_failure)")
+        returns = []
+        for job in jobs:
+            how = ended.get(job.key, not_run)
+            done = JobReturn(overrides=list(job.overrides))
+            done.status = JobStatus.COMPLETED if how.status == "finished" else JobStatus.FAILED
+            done.return_value = how.loss if how.status == "finished" else UserError(how.error)
+            returns.append(done)
+        return returns
 
 
-class SlurmLauncher(_SlurmLauncher):
-    """hydra/launcher=slurm."""
+class LocalLauncher(EngineLauncher):
+    """hydra/launcher=local: N jobs at a time on this machine; hydra/launcher=serial: one."""
+
+    def __init__(self, jobs: int | None = None, threads: int | None = None) -> None:
+        try:
+            Here(jobs, threads)
+        except UserError as error:
+            raise UserError(f"hydra.launcher.{error}") from None
+        self.jobs, self.threads = jobs, threads
+
+    def place(self, folder: Path, jobs: Sequence[Sequence[str]]) -> Any:
+        """Processes that share the cores and GPUs."""
+        return Here(self.jobs, self.threads, gpus_for(jobs), most=len(jobs))
+
+
+class SlurmLauncher(EngineLauncher):
+    """hydra/launcher=slurm: jobs in a cluster's queue, which go on when we leave."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = {k: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for k, v in settings.items()}
+
+    def place(self, folder: Path, jobs: Sequence[Sequence[str]]) -> Any:
+        """The cluster."""
+        return Cluster(folder, self.settings)
 
 
 class VariantSweeper(BasicSweeper):

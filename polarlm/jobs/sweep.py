@@ -1,17 +1,13 @@
-"""Sweeps: Hydra's multirun handed to the engine; its plan, its summary, and `polarlm sweep status`."""
+"""A sweep before and after its jobs run: its plan, its summary, and `polarlm sweep status`."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from hydra.core.utils import JobReturn, JobStatus
-from hydra.plugins.launcher import Launcher
 
 from polarlm.errors import JobsLeft, UserError, did_you_mean, typed_command
 from polarlm.printing import fitted, visible_text
@@ -44,95 +40,6 @@ class Sweep:
 
 
 current = Sweep()
-
-
-class _EngineLauncher(Launcher):
-    """Hands the jobs of a multirun to the engine."""
-
-    def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
-        self.config = config
-
-    def place(self, folder: Path, jobs: Sequence[Sequence[str]]) -> Any:
-        """Where the jobs run."""
-        raise NotImplementedError
-
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Run every job; a failed one does not stop the others, unless jobs.stop_on_failure is set."""
-        from polarlm.jobs.engine import Policy, run_jobs
-        from polarlm.jobs.job import Ended, JobSpec, shown, varying
-        from polarlm.runs.identity import key_of
-
-        folder = Path(self.config.hydra.sweep.dir) / current.group
-        overrides = [[text for text in job if key_of(text) != "hydra/launcher"] for job in job_overrides]
-        varied = varying(overrides)
-        jobs = [
-            JobSpec(
-                tuple(texts),
-                folder / "logs" / f"{number:03d}.log",
-                current.identities.get(tuple(texts), ""),
-                shown(texts, varied),
-                str(self.config.get("runs_dir", "runs")),
-                verb=str(self.config.hydra.job.config_name),
-                swept=tuple(varied),
-                devices=int((self.config.get("trainer") or {}).get("devices", 1)),
-            )
-            for number, texts in enumerate(overrides, start=initial_job_idx)
-        ]
-        place = self.place(folder, overrides)
-        print_estimate(current.unfinished, place)
-        try:
-            ended = run_jobs(
-                jobs,
-                place,
-                policy=Policy(current.stop_on_failure, current.retries),
-                on_end=lambda job, how: current.note(job.name, how.loss, how.error or None),
-            )
-        except JobsLeft:
-            current.left = True
-            raise
-        not_run = Ended("failed", error="not started: an earlier job has failed (jobs.stop_on_failure)")
-        returns = []
-        for job in jobs:
-            how = ended.get(job.key, not_run)
-            done = JobReturn(overrides=list(job.overrides))
-            done.status = JobStatus.COMPLETED if how.status == "finished" else JobStatus.FAILED
-            done.return_value = how.loss if how.status == "finished" else UserError(how.error)
-            returns.append(done)
-        return returns
-
-
-class LocalLauncher(_EngineLauncher):
-    """hydra/launcher=local: N jobs at a time on this machine; hydra/launcher=serial: one."""
-
-    def __init__(self, jobs: int | None = None, threads: int | None = None) -> None:
-        from polarlm.jobs.places import Here
-
-        try:
-            Here(jobs, threads)
-        except UserError as error:
-            raise UserError(f"hydra.launcher.{error}") from None
-        self.jobs, self.threads = jobs, threads
-
-    def place(self, folder: Path, jobs: Sequence[Sequence[str]]) -> Any:
-        """Processes that share the cores and GPUs."""
-        from polarlm.jobs.places import Here, gpus_for
-
-        return Here(self.jobs, self.threads, gpus_for(jobs), most=len(jobs))
-
-
-class SlurmLauncher(_EngineLauncher):
-    """hydra/launcher=slurm: jobs in a cluster's queue, which go on when we leave."""
-
-    def __init__(self, **settings: Any) -> None:
-        from omegaconf import OmegaConf
-
-        self.settings = {k: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for k, v in settings.items()}
-
-    def place(self, folder: Path, jobs: Sequence[Sequence[str]]) -> Any:
-        """The cluster."""
-        from polarlm.jobs.places import Cluster
-
-        return Cluster(folder, self.settings)
 
 
 def print_sweep_plan(plan: Any, config_name: str) -> None:

@@ -21,7 +21,7 @@ from polarlm.launch.schema import (
 )
 from polarlm.locations import choices_of
 from polarlm.model.config import GPTConfig
-from polarlm.settings import check_value, plain_settings
+from polarlm.settings import check_value, checked_value, plain_settings
 
 LEAST_TEMPERATURE = 1e-3  # logits divided by less are no numbers
 
@@ -91,40 +91,34 @@ def check_open(group: str, given: Any, shipped: dict[str, Any], schema: type) ->
     """
     if not isinstance(given, dict) or "_target_" not in given:
         raise UserError(f"{group} must name a class as its _target_; choose one with {group}=…")
-    known = {f.name for f in fields(schema)}
     checked: dict[str, Any] = {}
     # A symbol before the parts that take it: a wrong value is named as it was typed.
     for key, value in sorted(given.items(), key=lambda item: isinstance(item[1], dict)):
         if group == "block" and isinstance(shipped.get(key), dict):
             checked[key] = check_part(key, value, shipped[key])
-            continue
-        if key not in shipped:
-            names = [f"{group}.{name}" for name in shipped if not name.startswith("_")]
-            raise UserError(f"{group}.{key} is not an option. {did_you_mean(f'{group}.{key}', names)}".strip())
-        if key in known:
-            checked[key] = check_value(schema, key, value, group)
         else:
-            checked[key] = _like(f"{group}.{key}", value, shipped[key])
+            checked[key] = check_key(group, key, value, shipped, schema)
     return checked
 
 
 def check_part(part: str, given: Any, shipped: dict[str, Any]) -> dict[str, Any]:
     """A part of a block: its choice is made by name, its settings are known or like their defaults."""
-    choices = ", ".join(part_choices(part))
     if not isinstance(given, dict) or given.get("kind") != shipped["kind"]:
+        choices = ", ".join(part_choices(part))
         raise UserError(f"block.{part} is a part of the block: choose one with block/{part}=…, among {choices}.")
-    known = {f.name for f in fields(BlockSettings)}
-    checked = {"kind": given["kind"]}
-    for key, value in given.items():
-        name = f"block.{part}.{key}"
-        if key not in shipped:
-            names = [f"block.{part}.{name}" for name in shipped if name != "kind"]
-            raise UserError(f"{name} is not an option. {did_you_mean(name, names)}".strip())
-        if key in known:
-            checked[key] = check_value(BlockSettings, key, value, f"block.{part}")
-        elif key != "kind":
-            checked[key] = _like(name, value, shipped[key])
-    return checked
+    return {key: check_key(f"block.{part}", key, value, shipped, BlockSettings) for key, value in given.items()}
+
+
+def check_key(group: str, key: str, value: Any, shipped: dict[str, Any], schema: type) -> Any:
+    """A setting that the shipped yaml has: by the schema where it is known there, else of the default's type."""
+    name, default = f"{group}.{key}", shipped.get(key)
+    if key not in shipped:
+        names = [f"{group}.{other}" for other in shipped if not other.startswith("_") and other != "kind"]
+        raise UserError(f"{name} is not an option. {did_you_mean(name, names)}".strip())
+    if key in {f.name for f in fields(schema)}:
+        return check_value(schema, key, value, group)
+    # A default of null or a list says nothing about the type.
+    return checked_value(type(default), value, name) if isinstance(default, (bool, int, float, str)) else value
 
 
 def check_used(given: dict[str, Any], shipped: dict[str, Any]) -> None:
@@ -197,20 +191,6 @@ def check_choice(key: str, name: str, group: str) -> None:
     names = choices_of(group)
     if name not in names:
         raise UserError(f"{key}={name} does not exist. {did_you_mean(name, names)}Choices: {', '.join(names)}")
-
-
-def _like(key: str, value: Any, default: Any) -> Any:
-    """A value of the same type as its default; a default of null or a list says nothing about it."""
-    if isinstance(default, bool):
-        right, wanted = isinstance(value, bool), "true or false"
-    elif isinstance(default, (int, float)):
-        right = isinstance(value, type(default) | int) and not isinstance(value, bool)
-        wanted = "a whole number" if isinstance(default, int) else "a number"
-    else:
-        right, wanted = not isinstance(default, str) or isinstance(value, str), "text"
-    if not right:
-        raise UserError(f"{key}={value!r} must be {wanted}.")
-    return value
 
 
 def require_memory(config: dict[str, Any]) -> None:

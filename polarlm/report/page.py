@@ -21,7 +21,7 @@ from polarlm.runs.reading import Run
 from polarlm.verdict.groups import ABSENT, Group
 from polarlm.verdict.headline import headline
 from polarlm.verdict.judgement import CLOCKS, UNEQUAL, Judged, Judgement
-from polarlm.verdict.notes import reference_losses
+from polarlm.verdict.sentences import reference_losses
 
 LONG, FEW = 15, 3  # rows
 LONGEST_SAMPLE = 700  # characters

@@ -19,7 +19,7 @@ from polarlm.runs.measurements import StoredProbe
 from polarlm.runs.reading import Run
 from polarlm.verdict.groups import Group
 from polarlm.verdict.judgement import UNEQUAL, Judgement
-from polarlm.verdict.notes import reference_losses
+from polarlm.verdict.sentences import reference_losses
 
 # Points of all training curves together: 30 runs get 500 each, 200 runs 300 each; the page stays a few MB.
 POINT_BUDGET, MIN_POINTS, MAX_POINTS = 60_000, 120, 500

@@ -12,8 +12,7 @@ import numpy as np
 from polarlm.verdict.comparison import BETTER, EQUIVALENT, NOT_SHOWN, WORSE, Comparison, adjust, compare_with_number
 from polarlm.verdict.groups import Group
 from polarlm.verdict.judgement import COMPARED, UNEQUAL, Judged, Judgement, Looks, pair_key, seed_losses
-from polarlm.verdict.notes import undertrained
-from polarlm.verdict.sentences import listed, probability
+from polarlm.verdict.sentences import listed, probability, undertrained
 
 
 def headline(judgement: Judgement) -> str:

@@ -16,9 +16,8 @@ from polarlm.verdict.comparison import Comparison, adjust, compare_seeds
 from polarlm.verdict.evidence import Estimate, estimate_mean
 from polarlm.verdict.groups import Group, choose_baselines, is_compared, ladder
 from polarlm.verdict.measure import Measure, choose_measure, default_margin
-from polarlm.verdict.notes import different_text, notes_about
 from polarlm.verdict.per_document import document_sentence
-from polarlm.verdict.sentences import verdict_parts
+from polarlm.verdict.sentences import different_text, notes_about, verdict_parts
 
 BASELINE, COMPARED, UNEQUAL, NOT_COMPARED = "baseline", "compared", "unequal budgets", "not compared"
 

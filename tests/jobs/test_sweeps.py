@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hydra_plugins.polarlm_local import LocalLauncher
 from polarlm.errors import UserError
 from polarlm.jobs.job import JobSpec, outcome_of, shown, varying
 from polarlm.jobs.places import Here
-from polarlm.jobs.sweep import LocalLauncher, Sweep, show_status
+from polarlm.jobs.sweep import Sweep, show_status
 from polarlm.launch.overrides import compose, config_loader, plan_jobs
 from polarlm.runs.identity import find_finished, identity_of, write_plan
 
