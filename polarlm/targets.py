@@ -19,6 +19,15 @@ import yaml
 from polarlm.errors import UserError
 from polarlm.locations import CONFIGS, own_configs
 
+# Names that stored configurations have for classes that have moved since; run identities are made of them.
+MOVED = {
+    "polarlm.training.optimisers.adamw.adamw": "polarlm.training.optimisers.adamw",
+    "polarlm.training.optimisers.muon.muon": "polarlm.training.optimisers.muon",
+    "polarlm.training.schedules.constant.Constant": "polarlm.training.schedules.Constant",
+    "polarlm.training.schedules.cosine.Cosine": "polarlm.training.schedules.Cosine",
+    "polarlm.training.schedules.linear.Linear": "polarlm.training.schedules.Linear",
+    "polarlm.training.schedules.wsd.WarmupStableDecay": "polarlm.training.schedules.WarmupStableDecay",
+}
 # Packages that shipped loggers need and that come with an extra.
 EXTRAS = {"TensorBoardLogger": "tensorboard", "MLFlowLogger": "mlflow", "TrackioLogger": "trackio"}
 TRUST_VARIABLE = "POLARLM_TRUST"  # modules of the user whose classes stored runs may build: my_blocks,other.module
@@ -39,12 +48,13 @@ def target_of(section: Any, group: str, kind: type, *, stored: bool = False) -> 
     """
     if not isinstance(section, dict) or not isinstance(section.get("_target_"), str):
         raise UserError(f"{group} must be a group of settings with a _target_; found {_short(section)}")
-    target = section["_target_"]
+    target = MOVED.get(section["_target_"], section["_target_"])
     module, _, name = target.rpartition(".")
     ours = named_targets(CONFIGS, group)
     own = None if stored else own_configs()
     trusted = module in os.environ.get(TRUST_VARIABLE, "").split(",")
-    if target not in ours and not trusted and (own is None or target not in named_targets(own, group)):
+    named = {section["_target_"], target}
+    if target not in ours and not trusted and (own is None or not named & named_targets(own, group)):
         if stored:
             raise UserError(
                 f"{group}._target_={_short(target)} is not a class of polarlm, so a stored run can't use it; if it is "
@@ -65,6 +75,15 @@ def target_of(section: Any, group: str, kind: type, *, stored: bool = False) -> 
     if target not in ours and not (isinstance(target_class, type) and issubclass(target_class, kind)):
         raise UserError(f"{group}._target_={_short(target)} is not a subclass of {kind.__module__}.{kind.__qualname__}")
     return target_class, options
+
+
+def renamed(config: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """A configuration whose optimiser and schedule have other names of the same classes."""
+    sections = {group: config[group] for group in ("optim", "schedule") if isinstance(config.get(group), dict)}
+    return config | {
+        group: {**section, "_target_": names.get(str(section.get("_target_")), section.get("_target_"))}
+        for group, section in sections.items()
+    }
 
 
 def require_packages(config: dict[str, Any]) -> None:

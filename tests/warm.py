@@ -17,8 +17,8 @@ import polarlm.launch.match
 import polarlm.launch.train
 import polarlm.report.figure
 import polarlm.training.loggers.progress
-import polarlm.training.optimisers.adamw
-import polarlm.training.schedules.cosine
+import polarlm.training.optimisers
+import polarlm.training.schedules
 import polarlm.verdict.budget
 from polarlm.launch.overrides import compose, config_loader
 

@@ -19,6 +19,7 @@ import yaml
 from polarlm.block_keys import brief_block
 from polarlm.data.atomic import explained, json_or_none, parse_json, write_beside
 from polarlm.errors import UserError
+from polarlm.targets import MOVED, renamed
 
 LARGEST_CONFIG = 1 << 20  # bytes; ours have a few thousand
 LARGEST_JSON = 1 << 26
@@ -144,7 +145,7 @@ def parse_config(text: str) -> dict[str, Any]:
         if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
             raise ValueError(f"{group} is not a group of settings")
     brief_block(value.get("block"))  # refuses a block that is damaged
-    return value
+    return renamed(value, MOVED)
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 from polarlm.block_keys import flat_block, is_parted
 from polarlm.errors import UserError
 from polarlm.runs.files import json_object, read_config, read_json, require_plain_files, write_json
+from polarlm.targets import MOVED, renamed
 
 # Settings that may change between a killed run and its continuation without making it another experiment.
 # (The names of choices are not what they choose: a run made by hand and the same run in a named sweep are one. What a
@@ -36,6 +37,7 @@ IRRELEVANT_TRAINER = (
 def experiment_of(config: dict[str, Any]) -> dict[str, Any]:
     """The part of a configuration that decides the numbers."""
     kept = {key: value for key, value in config.items() if key not in IRRELEVANT}
+    kept = renamed(kept, {now: before for before, now in MOVED.items()})
     kept["trainer"] = {k: v for k, v in config["trainer"].items() if k not in IRRELEVANT_TRAINER}
     if config.get("micro_batch_found"):  # the card decided; what was asked is the experiment
         kept["trainer"]["micro_batch_tokens"] = "auto"

@@ -17,8 +17,7 @@ from polarlm.training.batching import BatchPlan, plan_run, with_micro_batch
 from polarlm.training.hardware import ASKED, Choice, choose_accelerator, choose_compile, choose_precision
 from polarlm.training.loggers import check_targets
 from polarlm.training.optimisers import build_optimiser
-from polarlm.training.schedules import build_schedule
-from polarlm.training.schedules.warmup import Schedule
+from polarlm.training.schedules import Schedule, build_schedule
 
 
 class Job:

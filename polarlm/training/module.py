@@ -29,8 +29,7 @@ from polarlm.model import GPT
 from polarlm.training.hardware import compiled_loss
 from polarlm.training.incidents import Incidents
 from polarlm.training.optimisers import build_optimiser, clip, gradients_of, total_norm
-from polarlm.training.schedules import build_schedule
-from polarlm.training.schedules.warmup import Schedule
+from polarlm.training.schedules import Schedule, build_schedule
 
 Batch = dict[str, Tensor]
 

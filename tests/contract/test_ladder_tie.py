@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from polarlm.model import GPT, GPTConfig
-from polarlm.training.optimisers.adamw import adamw, parameter_groups, parameter_roles
+from polarlm.training.optimisers import adamw, parameter_groups, parameter_roles
 from tests.contract.conftest import VOCAB, mixer_of
 
 STEPS = 20

@@ -153,7 +153,7 @@ def test_weights_are_back_on_their_spheres_after_every_step(name):
     options = dict(lr=0.1, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.1, estimator_lr_factor=1.0, grad_clip=1.0)
     options |= {"momentum": 0.95} if name == "muon" else {}
     model = model_of("ngpt").float()
-    optimiser = build_optimiser({"_target_": f"polarlm.training.optimisers.{name}.{name}", **options}, model)
+    optimiser = build_optimiser({"_target_": f"polarlm.training.optimisers.{name}", **options}, model)
     for _ in range(2):
         model.loss(torch.randint(0, 17, (2, 8)), torch.randint(0, 17, (2, 8))).backward()
         optimiser.step()

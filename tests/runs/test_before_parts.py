@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from torch.optim import Optimizer
 
 from polarlm.block_keys import current_block, flat_block
 from polarlm.launch.overrides import config_loader, plan_jobs
@@ -18,6 +19,8 @@ from polarlm.runs.export.folder import import_run
 from polarlm.runs.identity import identity_of
 from polarlm.runs.reading import read_run
 from polarlm.runs.restore import restore_run
+from polarlm.targets import target_of
+from polarlm.training.schedules import Schedule
 from study.jobs import Planner
 from study.plan import read_question
 
@@ -54,6 +57,16 @@ def test_old_settings_and_todays_are_one_experiment():
     again = {**stored, "block": current_block(stored["block"])}
     assert again["block"]["influence"]["kind"] == "student"
     assert identity_of(again) == identity_of(stored)
+
+
+def test_an_old_name_of_an_optimiser_or_schedule_is_the_same_class_and_the_same_experiment():
+    stored, read = yaml.safe_load((BEFORE / "run" / "config.yaml").read_text()), read_run(BEFORE / "run").config
+    assert stored["optim"]["_target_"] == "polarlm.training.optimisers.adamw.adamw"
+    assert read["optim"]["_target_"] == "polarlm.training.optimisers.adamw"
+    assert read["schedule"]["_target_"] == "polarlm.training.schedules.Cosine"
+    assert identity_of(read) == identity_of(stored)
+    for group, kind in (("optim", Optimizer), ("schedule", Schedule)):
+        assert target_of(stored[group], group, kind) == target_of(read[group], group, kind)
 
 
 @pytest.mark.parametrize("block", sorted(EXPECTED["blocks"]))

@@ -12,11 +12,11 @@ from polarlm.model import GPT, GPTConfig
 from polarlm.training.loop import quiet_libraries
 from polarlm.training.module import LanguageModel
 from polarlm.training.optimisers import clip, total_norm
-from polarlm.training.schedules.constant import Constant
+from polarlm.training.schedules import Constant
 from tests.training.tiny_jobs import fitted
 
 OPTIM = dict(
-    _target_="polarlm.training.optimisers.adamw.adamw",
+    _target_="polarlm.training.optimisers.adamw",
     lr=1e-2,
     betas=[0.9, 0.95],
     eps=1e-8,

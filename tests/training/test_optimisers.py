@@ -8,9 +8,7 @@ from torch import nn
 
 from polarlm.errors import UserError
 from polarlm.model.build import build_model
-from polarlm.training.optimisers import build_optimiser
-from polarlm.training.optimisers.adamw import adamw, parameter_groups, parameter_roles
-from polarlm.training.optimisers.muon import muon
+from polarlm.training.optimisers import adamw, build_optimiser, muon, parameter_groups, parameter_roles
 
 ADAMW = dict(lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.3, estimator_lr_factor=0.5)
 MODEL = dict(context=16, d_model=16, n_layer=2, n_head=2)
@@ -114,7 +112,7 @@ def test_a_restored_muon_goes_on_with_the_same_bits():
 
 
 def test_an_unknown_option_is_refused():
-    section = {"_target_": "polarlm.training.optimisers.adamw.adamw", **ADAMW, "learning": 1, "grad_clip": 1.0}
+    section = {"_target_": "polarlm.training.optimisers.adamw", **ADAMW, "learning": 1, "grad_clip": 1.0}
     with pytest.raises(UserError, match="learning"):
         build_optimiser(section, Toy())
 

@@ -15,10 +15,10 @@ from polarlm.runs.files import json_lines
 from polarlm.training.callbacks import Probing, Steps, probe_batch
 from polarlm.training.module import LanguageModel
 from polarlm.training.recorder import Recorder
-from polarlm.training.schedules.constant import Constant
+from polarlm.training.schedules import Constant
 
 TEXT = np.random.default_rng(0).integers(0, 32, 5000)
-OPTIM = {"_target_": "polarlm.training.optimisers.adamw.adamw", "lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8}
+OPTIM = {"_target_": "polarlm.training.optimisers.adamw", "lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8}
 OPTIM |= {"weight_decay": 0.1, "estimator_lr_factor": 1.0, "grad_clip": None}
 
 

@@ -5,11 +5,7 @@ import math
 import pytest
 
 from polarlm.errors import UserError
-from polarlm.training.schedules import build_schedule
-from polarlm.training.schedules.constant import Constant
-from polarlm.training.schedules.cosine import Cosine
-from polarlm.training.schedules.linear import Linear
-from polarlm.training.schedules.wsd import WarmupStableDecay
+from polarlm.training.schedules import Constant, Cosine, Linear, WarmupStableDecay, build_schedule
 
 
 def test_cosine_rises_linearly_peaks_after_warmup_and_ends_at_the_final_factor():
@@ -64,7 +60,7 @@ def test_impossible_schedules_are_refused_with_the_key_to_change(schedule, total
 
 
 def test_a_schedule_is_built_from_what_its_yaml_names_and_nothing_else():
-    section = {"_target_": "polarlm.training.schedules.linear.Linear", "final_factor": 0.25}
+    section = {"_target_": "polarlm.training.schedules.Linear", "final_factor": 0.25}
     assert build_schedule(section, 10) == Linear(final_factor=0.25)
     with pytest.raises(UserError, match=r"os\.system"):
         build_schedule({"_target_": "os.system", "command": "true"}, 10)

@@ -24,7 +24,7 @@ def model_of(block: str, width: int, seed: int = 0, **options):
 
 def optimiser_of(name: str, model, base: int | None):
     own = {"momentum": 0.95} if name == "muon" else {}
-    target = f"polarlm.training.optimisers.{name}.{name}"
+    target = f"polarlm.training.optimisers.{name}"
     return build_optimiser({"_target_": target, **ADAMW, **own, "lr_base_width": base}, model)
 
 
