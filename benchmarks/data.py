@@ -28,11 +28,11 @@ import numpy as np
 import torch
 
 from polarlm.data import build_corpus
-from polarlm.data.bpe import SubwordTokenizer
 from polarlm.data.module import train_batches
 from polarlm.data.order import WindowSequences
 from polarlm.data.readers import pieces_of
 from polarlm.data.store import TokenStore
+from polarlm.data.tokenizer import SubwordTokenizer
 
 SHARED = Path(os.environ.get("POLARLM_SHARED_DATA", "data/raw"))
 

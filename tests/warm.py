@@ -6,7 +6,7 @@ import matplotlib.backends.backend_agg
 import matplotlib.figure
 import tokenizers
 
-import polarlm.data.bpe
+import polarlm.data.tokenizer
 import polarlm.diagnostics
 import polarlm.evaluation.breakdowns
 import polarlm.jobs.engine

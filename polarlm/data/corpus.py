@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import itertools
 import json
 import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -18,8 +20,10 @@ from typing import Any
 
 from polarlm.data.atomic import explained, json_or_none, locked, write_sorted_json
 from polarlm.data.config import SPLITS, DataConfig, read_data_config
+from polarlm.data.order import require_length
 from polarlm.data.prepare import SECTION_BYTES, PrepareProgress, build_sections, leakage_report, shard_damage
 from polarlm.data.probes import ProbeTask, describe_probe, restore_probe
+from polarlm.data.readers import find_files
 from polarlm.data.source import Source, SplitPlan, SplitReader, open_source, plan_splits
 from polarlm.data.store import TokenStore
 from polarlm.data.tokenizer import (
@@ -416,3 +420,33 @@ def _join(corpora: Sequence[Corpus], split: str) -> dict[str, Any] | None:
 def _in_turn(streams: Sequence[Iterator[str]]) -> Iterator[str]:
     for texts in itertools.zip_longest(*streams):
         yield from (text for text in texts if text is not None)
+
+
+# -- checks of the user's own text and tokenizer that are cheap enough to make before torch is loaded ------------------
+
+
+PLAIN = ("", ".txt", ".md", ".json", ".jsonl", ".csv", ".tsv")  # read without a heavy library
+IN_DOUBT = 64  # bytes per token of the context; a longer text fills it in any reasonable split
+
+
+def require_tokenizer(tokenizer: Mapping[str, Any]) -> None:
+    """Refuse a tokenizer file that can't be used."""
+    config = read_tokenizer_config(tokenizer)
+    if config.kind == "file" and config.path is not None:
+        make_tokenizer(config, lambda train_only: iter(()))
+
+
+def require_enough_text(data: Mapping[str, Any], tokenizer: Mapping[str, Any], context: int) -> None:
+    """Refuse a short text whose train split has fewer tokens than one context; longer texts are not read here.
+
+    The text is prepared in a temporary folder, so a refused one leaves nothing in the cache.
+    """
+    config, tokens = read_data_config(data), read_tokenizer_config(tokenizer)
+    if config.path is None or config.source == "mixture" or config.streaming or config.packing != "stream":
+        return
+    files = find_files(config.path)
+    small = sum(file.stat().st_size for file in files) <= IN_DOUBT * (context + 1)
+    if not small or tokens.kind == "hub" or any(file.suffix not in PLAIN for file in files):
+        return
+    with tempfile.TemporaryDirectory() as cache, contextlib.redirect_stderr(io.StringIO()):
+        require_length(build_corpus(data, tokenizer, cache).store("train"), context)

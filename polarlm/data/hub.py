@@ -1,29 +1,36 @@
-"""Where the text of a named corpus is: a local copy if there is one, else a download or the Hugging Face hub."""
+"""Where the text of a named corpus is: a local copy, a download, the Hugging Face hub, or this Python installation."""
 
 from __future__ import annotations
 
+import ast
 import functools
 import glob
 import hashlib
 import http.client
+import json
 import os
+import platform
+import re
 import shutil
 import sys
+import sysconfig
 import urllib.request
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from polarlm.data.atomic import explained, file_sha256, locked
+from polarlm.data.atomic import explained, file_sha256, locked, write_beside
 from polarlm.data.config import DataConfig
-from polarlm.data.readers import Unit, file_units
-from polarlm.data.tables import dataset_pieces
+from polarlm.data.readers import Unit, dataset_pieces, file_units
 from polarlm.errors import UserError
 from polarlm.network import reachable
 from polarlm.printing import say_once
 
 if TYPE_CHECKING:
     from polarlm.data.tokenizer import TokenizerConfig
+
 
 _OFFLINE_CHOICES = "Offline and without any files data=pydocs works; your own files work with data=text data.path=…"
 
@@ -232,3 +239,78 @@ def go_offline_without_network() -> None:
     # Both have read the variable if they were imported before.
     datasets.config.HF_HUB_OFFLINE = True
     huggingface_hub.constants.HF_HUB_OFFLINE = True
+
+
+# -- the embedded corpus: the documentation of the Python installation itself, read without importing any of it --------
+
+
+EXTRACTOR = 2  # raise it when the rules below change: the cached text is then written anew
+_SKIPPED = ("test", "tests", "idle_test", "lib2to3", "site-packages", "__pycache__", "pydoc_data")
+_GRAMMAR = re.compile(r"::=|^\s*\|", re.MULTILINE)
+
+
+def pydocs_file(cache_dir: Path) -> Path:
+    """The cached jsonl of the embedded corpus, extracted on first use (some seconds)."""
+    target = cache_dir / f"pydocs-{platform.python_implementation()}-{platform.python_version()}-{EXTRACTOR}.jsonl"
+    if target.exists():
+        return target
+    with explained(cache_dir):
+        cache_dir.mkdir(parents=True, exist_ok=True)
+    with locked(target):
+        if not target.exists():
+            lines = (json.dumps({"title": title, "text": text}) + "\n" for title, text in extract())
+            write_beside(target, "".join(lines).encode())
+    return target
+
+
+def extract() -> Iterator[tuple[str, str]]:
+    """Documents (title, text) in a fixed order, no paragraph occurring twice."""
+    seen: set[str] = set()
+    for title, text in _raw_documents():
+        kept = []
+        for paragraph in re.split(r"\n\s*\n", text):
+            key = " ".join(paragraph.split())
+            if not key or ">>>" in paragraph or _GRAMMAR.search(paragraph) or key in seen:
+                continue
+            seen.add(key)
+            kept.append(paragraph.rstrip())
+        document = "\n\n".join(kept).strip("\n")
+        if len(document) >= 80:
+            yield title, document + "\n"
+
+
+def _raw_documents() -> Iterator[tuple[str, str]]:
+    from pydoc_data import topics  # plain data: one dictionary of strings
+
+    for name in sorted(topics.topics):
+        yield f"topic {name}", topics.topics[name]
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for folder, subfolders, files in os.walk(library):
+        subfolders[:] = sorted(name for name in subfolders if name not in _SKIPPED)
+        for name in sorted(files):
+            if name.endswith(".py"):
+                path = Path(folder, name)
+                docs = _docstrings(path)
+                if docs:
+                    yield str(path.relative_to(library)), "\n\n".join(docs)
+
+
+def _docstrings(path: Path) -> list[str]:
+    try:
+        source = path.read_bytes()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in old modules are not our subject
+            tree = ast.parse(source)
+    except (OSError, SyntaxError, ValueError):
+        return []
+    texts = (ast.get_docstring(node) for node in _definitions(tree))
+    return [text for text in texts if text and "\x00" not in text]
+
+
+def _definitions(node: ast.AST) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Module, classes and functions in the order of the source; statements only, since ast.walk takes twice as long."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        yield node
+    for block in ("body", "handlers", "orelse", "finalbody"):
+        for child in getattr(node, block, ()):
+            yield from _definitions(child)

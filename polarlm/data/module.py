@@ -225,7 +225,7 @@ class LMDataModule(pl.LightningDataModule):
             return ExampleSequences(store, corpus.probe, self.context, self.seed)
         if self.packing == "stream":
             return WindowSequences(store, self.context, self.seed, self.mask_documents)
-        from polarlm.data.packing import PackedSequences
+        from polarlm.data.order import PackedSequences
 
         padding = corpus.tokenizer.eos_id or 0
         return PackedSequences(store, self.context, self.seed, self.packing, self.mask_documents, padding)

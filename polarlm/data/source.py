@@ -49,7 +49,7 @@ def open_source(config: DataConfig, cache_dir: Path) -> Source:
         identity = [VERSION, describe_probe(config.source, config.probe)]
         return Source(config, lambda: examples, lambda: _digest(identity))
     if config.source == "pydocs":
-        from polarlm.data.pydocs import pydocs_file
+        from polarlm.data.hub import pydocs_file
 
         return _of_files(config, str(pydocs_file(cache_dir)))
     from polarlm.data.hub import download, usable_local_copy

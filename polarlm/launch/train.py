@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from polarlm.data.early import require_enough_text, require_tokenizer
+from polarlm.data.corpus import require_enough_text, require_tokenizer
 from polarlm.data.source import require_text
 from polarlm.errors import UserError, typed_command
 from polarlm.evaluation.metrics import METRICS, formatted

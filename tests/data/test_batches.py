@@ -8,8 +8,7 @@ import torch
 
 from polarlm.data import Corpus
 from polarlm.data.module import EvalBatches, train_batches
-from polarlm.data.order import EpochOrder, Sequences, WindowSequences
-from polarlm.data.packing import PackedSequences
+from polarlm.data.order import EpochOrder, PackedSequences, Sequences, WindowSequences
 from polarlm.errors import UserError
 from polarlm.ignored import IGNORED
 from tests.data.conftest import made_up_documents

@@ -18,7 +18,7 @@ import pytest
 from polarlm.data import Corpus, LMDataModule, build_corpus
 from polarlm.data import atomic as atomic_module
 from polarlm.data.atomic import write_beside, write_sorted_json
-from polarlm.data.packing import PackedSequences
+from polarlm.data.order import PackedSequences
 from tests.data.conftest import made_up_documents
 from tests.data.refusals import FullDisk, refused
 

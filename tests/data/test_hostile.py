@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from polarlm.data import Corpus, build_corpus, load_tokenizer
-from polarlm.data.bpe import SubwordTokenizer
 from polarlm.data.config import read_data_config
+from polarlm.data.tokenizer import SubwordTokenizer
 from tests.data.refusals import refused
 
 Build = Callable[..., Corpus]

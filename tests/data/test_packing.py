@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from polarlm.data import Corpus
-from polarlm.data.packing import PackedSequences, packing_plan
+from polarlm.data.order import PackedSequences, packing_plan
 from polarlm.ignored import IGNORED
 from tests.data.conftest import made_up_documents
 

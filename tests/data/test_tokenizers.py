@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from polarlm.data import build_corpus
-from polarlm.data.bpe import SubwordTokenizer
 from polarlm.data.readers import pieces_of
 from polarlm.data.tokenizer import (
     ByteTokenizer,
     CharTokenizer,
+    SubwordTokenizer,
     Tokenizer,
     WordTokenizer,
     load_tokenizer,
