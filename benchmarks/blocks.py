@@ -19,7 +19,7 @@ from polarlm.attention.robust import DirectionalNoise, RadialNoise, RobustCall, 
 from polarlm.block_keys import expanded
 from polarlm.locations import CONFIGS
 from polarlm.model import GPT, GPTConfig
-from polarlm.training.loggers.throughput import measured_peak
+from polarlm.training.hardware import measured_peak
 
 # Name in the table -> (block, what differs from it).
 BLOCKS: dict[str, tuple[str, list[str]]] = {

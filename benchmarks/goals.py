@@ -24,7 +24,7 @@ from benchmarks.neighbour import with_a_neighbour
 from benchmarks.peers import LIKE_GELU, OURS, OURS_GELU, candidates
 from benchmarks.run import RESULTS
 from benchmarks.timing import ratios, turns
-from polarlm.training.loggers.throughput import measured_peak
+from polarlm.training.hardware import measured_peak
 
 CHOSEN = list(BLOCKS)
 SMALL = dict(d_model=128, n_layer=4, n_head=4)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.blocks import SHAPE, VOCABULARY, build, training_step
 from benchmarks.timing import interleaved
-from polarlm.training.loggers.throughput import measured_peak
+from polarlm.training.hardware import measured_peak
 
 OURS, OURS_GELU, NANOGPT = "polarlm standard", "polarlm standard, GELU", "GPT-2 as in nanoGPT"
 NANOGPT_ROTARY = f"{NANOGPT}, rotary"

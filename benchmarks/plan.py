@@ -29,8 +29,8 @@ def planned_and_resident(block: str, context: int, windows: int) -> tuple[float,
     from polarlm.launch.overrides import config_loader, plan_jobs
     from polarlm.model import GPT
     from polarlm.model.build import build_model
+    from polarlm.training.memory import Shape, device_memory, step_memory
     from polarlm.training.optimisers import build_optimiser
-    from polarlm.training.planning.memory import Shape, device_memory, step_memory
 
     vars(passes)["takes_pass"] = lambda x: False  # torch's own operators, which the plan counts and a GPU uses
     settings = [f"block={block}", "model=small", f"model.context={context}", f"trainer.batch_tokens={context}"]

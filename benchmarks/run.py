@@ -21,7 +21,7 @@ from benchmarks.decoding import decoding
 from benchmarks.memory import memory_against_context
 from benchmarks.peers import peers
 from benchmarks.timing import table
-from polarlm.training.loggers.throughput import measured_peak
+from polarlm.training.hardware import measured_peak
 
 RESULTS = Path(__file__).with_name("results")
 PARTS = ("blocks", "attention", "memory", "decoding", "peers", "compiled", "extensions")

@@ -48,13 +48,13 @@ def target_of(section: Any, group: str, kind: type, *, stored: bool = False) -> 
     """
     if not isinstance(section, dict) or not isinstance(section.get("_target_"), str):
         raise UserError(f"{group} must be a group of settings with a _target_; found {_short(section)}")
-    target = MOVED.get(section["_target_"], section["_target_"])
+    written: str = section["_target_"]
+    target = MOVED.get(written, written)
     module, _, name = target.rpartition(".")
     ours = named_targets(CONFIGS, group)
     own = None if stored else own_configs()
     trusted = module in os.environ.get(TRUST_VARIABLE, "").split(",")
-    named = {section["_target_"], target}
-    if target not in ours and not trusted and (own is None or not named & named_targets(own, group)):
+    if target not in ours and not trusted and (own is None or written not in named_targets(own, group)):
         if stored:
             raise UserError(
                 f"{group}._target_={_short(target)} is not a class of polarlm, so a stored run can't use it; if it is "

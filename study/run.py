@@ -181,7 +181,7 @@ def sizes(study: Any) -> dict[str, list[tuple[str, int, float]]]:
     """question/part → (variant, parameters, training FLOPs of a run), with vocabularies of their likely sizes."""
     from polarlm.jobs.estimate import likely_vocabulary
     from polarlm.training.batching import plan_run
-    from polarlm.training.planning.plan import untouched_model
+    from polarlm.training.plan import untouched_model
 
     found: dict[str, list[tuple[str, int, float]]] = {}
     for question in study.questions:

@@ -38,7 +38,7 @@ def measure_kinds(kinds: dict[str, dict[str, Any]], threads: int | None) -> dict
     """Seconds of a step of every kind, with as many threads as a job will have."""
     import torch
 
-    from polarlm.training.step_time import seconds_per_step
+    from polarlm.training.batching import seconds_per_step
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
@@ -65,7 +65,7 @@ def kind_of(config: dict[str, Any]) -> str:
 
 def likely_vocabulary(config: dict[str, Any]) -> int:
     """The tokenizer's vocabulary where its settings tell it, else a usual one."""
-    from polarlm.training.planning.plan import vocabulary_of
+    from polarlm.training.plan import vocabulary_of
 
     try:
         return vocabulary_of(config["tokenizer"])

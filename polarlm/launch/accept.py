@@ -208,7 +208,7 @@ def block_losses(name: str, device: str, *, compiled: bool = False) -> tuple[lis
 
     from polarlm.fast import backends
     from polarlm.model.build import build_model
-    from polarlm.training.loggers.throughput import compile_seconds
+    from polarlm.training.hardware import compile_seconds
     from polarlm.training.optimisers import build_optimiser
 
     config = configuration(f"block={name}", *TINY)
@@ -288,9 +288,14 @@ def training_stage(place: Bench) -> dict[str, Any]:
     import torch
 
     from polarlm.model.build import build_model
-    from polarlm.training.hardware import use_tensor_cores
-    from polarlm.training.loggers.throughput import believable_share, compile_seconds, gpu_peak, measured_peak
-    from polarlm.training.step_time import one_step
+    from polarlm.training.batching import one_step
+    from polarlm.training.hardware import (
+        believable_share,
+        compile_seconds,
+        gpu_peak,
+        measured_peak,
+        use_tensor_cores,
+    )
 
     use_tensor_cores()
     sizes: dict[str, list[str]] = {
@@ -333,8 +338,8 @@ def training_stage(place: Bench) -> dict[str, Any]:
 
 def planned_bytes(config: dict[str, Any]) -> int:
     """What the plan of a run says that a GPU will hold."""
-    from polarlm.training.planning.gpus import PlanSettings
-    from polarlm.training.planning.plan import make_plan
+    from polarlm.training.gpus import PlanSettings
+    from polarlm.training.plan import make_plan
 
     return make_plan(config, PlanSettings(gpus=1, gpu="h100", vocab=50257)).chosen.peak
 

@@ -110,7 +110,7 @@ def _solve_steps(config: dict[str, Any], reference: dict[str, Any]) -> Match:
 
 
 def _measure(config: dict[str, Any], reference: dict[str, Any]) -> dict[str, float]:
-    from polarlm.training.step_time import seconds_per_step
+    from polarlm.training.batching import seconds_per_step
 
     ours, other = seconds_per_step([config, reference], _vocabulary(config))
     return {"own": ours, "reference": other}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from polarlm.errors import UserError
@@ -76,7 +78,7 @@ USABLE = 0.9  # of the memory: driver, communication and fragmentation take the 
 def with_micro_batch(config: dict[str, Any], vocabulary: int, accelerator: str, precision: str) -> dict[str, Any]:
     """The configuration with a number where micro_batch_tokens=auto stood, and a note that it was found.
 
-    The memory of a step is counted on fake tensors (planning/memory.py), which says where to begin; one real step then
+    The memory of a step is counted on fake tensors (memory.py), which says where to begin; one real step then
     proves it, and where the GPU refuses, half is tried. The number is stored in the run's config.yaml: a resumed run,
     and the other processes, take it from there, so that gradients are added up in the same order.
     """
@@ -114,8 +116,8 @@ def fitting_tokens(
 
     Memory is counted for one and two windows: what each further window adds is their difference.
     """
-    from polarlm.training.planning.memory import device_memory
-    from polarlm.training.planning.plan import count_step, shape_of, untouched_model, weight_bytes
+    from polarlm.training.memory import device_memory
+    from polarlm.training.plan import count_step, shape_of, untouched_model, weight_bytes
 
     trainer, model = config["trainer"], config["model"]
     context, strategy = model["context"], "fsdp" if trainer["strategy"] == "fsdp" else "ddp"
@@ -159,8 +161,6 @@ def _try_step(config: dict[str, Any], vocabulary: int, tokens: int) -> bool:
 
     import torch
 
-    from polarlm.training.step_time import one_step
-
     alone = {"micro_batch_tokens": tokens, "batch_tokens": 2 * tokens, "devices": 1, "nodes": 1, "compile": False}
     try:
         one_step({**config, "trainer": {**config["trainer"], **alone}}, vocabulary)()
@@ -170,3 +170,63 @@ def _try_step(config: dict[str, Any], vocabulary: int, tokens: int) -> bool:
     finally:
         gc.collect()
         torch.cuda.empty_cache()
+
+
+# -- how long a training step takes here: a few steps on made-up tokens, the configurations in turn --------------------
+
+
+WARM_UP, FEWEST, STEP_SECONDS = 2, 8, 10.0
+PATIENCE = 8  # times the seconds asked for: on a crowded machine fewer steps must do
+
+
+def seconds_per_step(configs: Sequence[dict[str, Any]], vocabulary: int, seconds: float = STEP_SECONDS) -> list[float]:
+    """Median seconds of an optimiser step of each configuration; taken in turn, so that a slow moment hits them all."""
+    steps = [one_step(config, vocabulary) for config in configs]
+    taken: list[list[float]] = [[] for _ in steps]
+    started, rounds = time.perf_counter(), 0
+    while (spent := time.perf_counter() - started) < seconds or rounds < WARM_UP + FEWEST:
+        if spent > PATIENCE * seconds and rounds > WARM_UP:
+            break
+        for step, times in zip(steps, taken):
+            begun = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - begun)
+        rounds += 1
+    return [median(times[WARM_UP:]) for times in taken]
+
+
+def one_step(config: dict[str, Any], vocabulary: int) -> Callable[[], None]:
+    """A whole optimiser step: every micro-batch forward and backward, clipping, update."""
+    import torch
+
+    from polarlm.model.build import build_model
+    from polarlm.training.hardware import choose_accelerator, choose_compile, choose_precision, compiled_loss
+    from polarlm.training.optimisers import build_optimiser, clip, gradients_of, total_norm
+
+    trainer = config["trainer"]
+    accelerator = choose_accelerator(trainer["accelerator"])
+    device = torch.device({"gpu": "cuda"}.get(accelerator, accelerator))
+    precision = choose_precision(trainer["precision"], accelerator).value
+    plan, steps = plan_run(config)
+    model = build_model(config, vocabulary).to(device)
+    optimiser = build_optimiser(config["optim"], model)
+    flops = model.flops_per_token(plan.context) * plan.tokens / plan.processes
+    compiled = choose_compile(trainer["compile"], accelerator, config["choices"]["block"], flops, steps).value == "yes"
+    loss = compiled_loss(model) if compiled else model.loss
+    tokens = torch.randint(vocabulary, (plan.micro, plan.context), device=device)
+    half = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
+
+    def step() -> None:
+        for _ in range(plan.accumulate):
+            with torch.autocast(device.type, dtype=half, enabled=half is not None):
+                value = loss(tokens, tokens)
+            value.backward()
+        gradients = gradients_of(model.parameters())
+        if config["optim"]["grad_clip"]:
+            clip(gradients, total_norm(gradients), float(config["optim"]["grad_clip"]))
+        optimiser.step()
+        optimiser.zero_grad()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    return step

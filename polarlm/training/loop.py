@@ -24,12 +24,11 @@ from polarlm.runs.measurements import detours
 from polarlm.runs.restore import load_weights, restore_run, save_weights
 from polarlm.training.callbacks import GracefulStop, Probing, RecordBackend, SignOfLife, Steps, Validation
 from polarlm.training.checkpointing import Checkpointing
-from polarlm.training.hardware import use_tensor_cores
+from polarlm.training.hardware import HardwarePeak, believable_share, use_tensor_cores
 from polarlm.training.incidents import Incidents
 from polarlm.training.job import Job, build_job, describe_job
 from polarlm.training.loggers import build_callbacks, build_loggers, finish_loggers
 from polarlm.training.loggers.progress import Progress
-from polarlm.training.loggers.throughput import HardwarePeak, StepTimes, believable_share
 from polarlm.training.module import LanguageModel
 from polarlm.training.ranks import (
     cluster_plugins,
@@ -39,7 +38,7 @@ from polarlm.training.ranks import (
     share_folder,
     shared_folder,
 )
-from polarlm.training.recorder import Recorder
+from polarlm.training.recorder import Recorder, StepTimes
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from lightning.pytorch.loggers.logger import DummyExperiment, Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from polarlm.data.atomic import explained, write_beside
+from polarlm.training.hardware import HardwarePeak, compile_seconds
 from polarlm.training.loggers import numbers_of, own_step, replay
-from polarlm.training.loggers.throughput import HardwarePeak, compile_seconds
 
 # What a run writes step by step: its metrics, what the probe saw, the texts sampled during training.
 RECORDS = METRICS, PROBES, SAMPLES = "metrics.jsonl", "diagnostics/probe.jsonl", "diagnostics/samples.jsonl"
@@ -232,3 +232,51 @@ class Recorder(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.seconds, self.paused = state_dict["seconds"], state_dict.get("paused", 0.0)
         self.processor, self.compiling = state_dict.get("processor", 0.0), state_dict.get("compiling", 0.0)
+
+
+class StepTimes(pl.Callback):
+    """Splits the time of a logging step into data, forward, backward and optimiser.
+
+    Only logging steps are watched: the others have no extra work, and on a GPU no synchronisation. Comes first among
+    the callbacks, so that validation and probing are in none of the parts.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.spent: dict[str, float] | None = None  # None: this step is not watched
+        self._at = 0.0
+        self._waiting: tuple[float, float] | None = None  # since when, and the recorder's pauses until then
+
+    def _mark(self, module: Any, part: str) -> None:
+        if self.spent is None:
+            return
+        if module.device.type == "cuda":
+            torch.cuda.synchronize(module.device)
+        now = time.perf_counter()
+        self.spent[part] = self.spent.get(part, 0.0) + now - self._at
+        self._at = now
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_index: int) -> None:
+        if batch_index % trainer.accumulate_grad_batches:
+            self._mark(module, "data")
+            return
+        self.spent = None
+        if self._waiting is not None:
+            since, paused = self._waiting
+            self._at = time.perf_counter()
+            self.spent = {"data": self._at - since - (self.recorder.paused - paused)}
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+        self._mark(module, "forward")
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        self._mark(module, "backward")
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_index: int) -> None:
+        self._mark(module, "optimiser")
+
+    def on_step_end(self, trainer: Any, module: Any) -> None:
+        if self.spent is not None:
+            self.recorder.row |= {f"time/{part}": round(seconds, 6) for part, seconds in self.spent.items()}
+        watch = self.recorder.is_log_step(trainer, trainer.global_step + 1)
+        self._waiting = (time.perf_counter(), self.recorder.paused) if watch else None

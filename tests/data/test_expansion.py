@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from polarlm.data import atomic, build_corpus, readers, tables
+from polarlm.data import atomic, build_corpus, readers
 from tests.data.refusals import refused
 
 BYTE = {"kind": "byte"}
@@ -108,7 +108,7 @@ def test_a_disk_too_small_for_a_packed_table_is_named(tmp_path: Path, monkeypatc
 
 @pytest.mark.usefixtures("small_limit")
 def test_a_table_of_one_long_value_again_and_again_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "_BATCH_BYTES", 8 * MEGABYTE)
+    monkeypatch.setattr(readers, "_BATCH_BYTES", 8 * MEGABYTE)
     path = tmp_path / "repeated.parquet"
     values = pa.DictionaryArray.from_arrays(pa.array([0] * 256, pa.int32()), pa.array([" " * MEGABYTE]))
     pq.write_table(pa.table({"text": values}), path, dictionary_pagesize_limit=2 * MEGABYTE, store_schema=False)

@@ -77,13 +77,13 @@ def _child(script: str, arguments: list[str], cwd: str, log: str, environment: d
     import torch
     from lightning.fabric.utilities import rank_zero
 
-    from polarlm.training.loggers import throughput
+    from polarlm.training import hardware
 
     torch.set_num_threads(1)
     rank_zero.rank_zero_only.rank = rank_zero._get_rank() or 0  # as if it were imported now, with this environment
     if not environment.get("WHOLE_PEAK"):
-        measure = throughput.measured_peak
-        throughput.measured_peak = lambda **_: measure(size=64, seconds=0.002)  # of the machine, not of what is tested
+        measure = hardware.measured_peak
+        hardware.measured_peak = lambda **_: measure(size=64, seconds=0.002)  # of the machine, not of what is tested
     if "SIGNAL_AT" in environment:
         _signal_at(environment["SIGNAL_AT"])
     runpy.run_path(script, run_name="__main__")

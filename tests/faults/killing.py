@@ -67,10 +67,10 @@ def run(config: dict[str, Any], log: str, kill_at: str | None, notes: str | None
     import torch
 
     torch.set_num_threads(1)
-    from polarlm.training.loggers import throughput
+    from polarlm.training import hardware
     from polarlm.training.loop import train_run
 
-    throughput.measured_peak = lambda **_: 1e9
+    hardware.measured_peak = lambda **_: 1e9
     points: list[str] | None = [] if notes else None
     watch_files(os.path.abspath(config["runs_dir"]), kill_at, points)
     try:

@@ -23,7 +23,7 @@ OPTIONS = (
 
 @pytest.fixture(autouse=True)
 def _no_peak(monkeypatch):
-    monkeypatch.setattr("polarlm.training.loggers.throughput.measured_peak", lambda **_: 1e9)
+    monkeypatch.setattr("polarlm.training.hardware.measured_peak", lambda **_: 1e9)
 
 
 def config(place, *options):

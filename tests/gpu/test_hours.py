@@ -7,8 +7,8 @@ import re
 import pytest
 
 from polarlm.launch.accept import configuration
-from polarlm.training.planning.gpus import GPUS, TERA
-from polarlm.training.planning.plan import untouched_model
+from polarlm.training.gpus import GPUS, TERA
+from polarlm.training.plan import untouched_model
 from tests.conftest import ROOT
 
 PAGE = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")

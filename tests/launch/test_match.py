@@ -10,7 +10,7 @@ from polarlm.launch.match import apply_match, match_steps, match_width
 from polarlm.launch.overrides import config_loader, plan_jobs
 from polarlm.model.build import build_model
 from polarlm.runs.identity import differences, experiment_of, identity_of
-from polarlm.training import step_time
+from polarlm.training import batching
 
 VOCABULARY = 97
 SMALL = ["model.d_model=64", "model.n_layer=2", "model.context=32", "trainer.batch_tokens=128"]
@@ -105,7 +105,7 @@ def test_seconds_are_matched_by_steps_that_all_seeds_share(tmp_path, monkeypatch
         measured.append([c["block"]["_target_"].rpartition(".")[2] for c in configs])
         return [0.3, 0.2]
 
-    monkeypatch.setattr(step_time, "seconds_per_step", times)
+    monkeypatch.setattr(batching, "seconds_per_step", times)
     asked = [
         config("block=polar", "match=seconds", "trainer.max_steps=900", f"seed={n}", f"runs_dir={tmp_path}")
         for n in (1, 2)
@@ -122,9 +122,9 @@ def test_seconds_are_matched_by_steps_that_all_seeds_share(tmp_path, monkeypatch
 
 
 def test_steps_are_timed_as_they_are_trained(monkeypatch):
-    monkeypatch.setattr(step_time, "SECONDS", 0.0)
+    monkeypatch.setattr(batching, "STEP_SECONDS", 0.0)
     asked = config("block=polar", "recipe=modern", "trainer.micro_batch_tokens=64")
-    own, other = step_time.seconds_per_step([asked, {**asked, "block": config("block=standard")["block"]}], VOCABULARY)
+    own, other = batching.seconds_per_step([asked, {**asked, "block": config("block=standard")["block"]}], VOCABULARY)
     assert own > 0 and other > 0
 
 

@@ -14,7 +14,7 @@ OPTIONS = ("trainer.max_steps=6", "trainer.checkpoint_every=2", "trainer.micro_b
 
 @pytest.fixture(autouse=True)
 def _no_peak(monkeypatch):
-    monkeypatch.setattr("polarlm.training.loggers.throughput.measured_peak", lambda **_: 1e9)
+    monkeypatch.setattr("polarlm.training.hardware.measured_peak", lambda **_: 1e9)
 
 
 class Watch(pl.Callback):

@@ -32,7 +32,7 @@ RECOMPUTE = ("model.checkpointing=false", "model.checkpointing=true")
 
 @pytest.fixture(autouse=True)
 def _no_peak(monkeypatch):
-    monkeypatch.setattr("polarlm.training.loggers.throughput.measured_peak", lambda **_: 1e12)
+    monkeypatch.setattr("polarlm.training.hardware.measured_peak", lambda **_: 1e12)
 
 
 @pytest.fixture(scope="module")

@@ -89,7 +89,7 @@ def test_batches_are_pinned_where_there_is_a_gpu(two_gpus, monkeypatch):
 def test_a_watched_step_waits_for_the_gpu(monkeypatch):
     from types import SimpleNamespace
 
-    from polarlm.training.loggers.throughput import StepTimes
+    from polarlm.training.recorder import StepTimes
 
     waited = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
@@ -123,7 +123,7 @@ def test_a_run_is_restored_onto_the_gpu(two_gpus, monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setattr(torch.cuda, "device_count", lambda: 0)
-        patch.setattr("polarlm.training.loggers.throughput.measured_peak", lambda **_: 1e9)
+        patch.setattr("polarlm.training.hardware.measured_peak", lambda **_: 1e9)
         folder = train_run({**composed(tmp_path, "name=run", "sample.tokens=2"), "group": None}).folder
     moved = []
     monkeypatch.setattr(GPT, "to", lambda self, device: moved.append(device) or self)

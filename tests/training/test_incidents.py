@@ -18,7 +18,7 @@ OPTIONS = ("trainer.max_steps=12", "trainer.checkpoint_every=4", "trainer.log_ev
 
 @pytest.fixture(autouse=True)
 def _no_peak(monkeypatch):
-    monkeypatch.setattr("polarlm.training.loggers.throughput.measured_peak", lambda **_: 1e9)
+    monkeypatch.setattr("polarlm.training.hardware.measured_peak", lambda **_: 1e9)
 
 
 class Poison(pl.Callback):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from polarlm.launch.train import share_of_peak, speed, step_split
-from polarlm.training.loggers import throughput
-from polarlm.training.loggers.throughput import MEASUREMENTS, HardwarePeak, believable_share, gpu_peak, measured_peak
+from polarlm.training import hardware
+from polarlm.training.hardware import MEASUREMENTS, HardwarePeak, believable_share, gpu_peak, measured_peak
 from polarlm.training.loop import median
 from polarlm.training.recorder import Recorder
 from tests.training.tiny_jobs import fitted
@@ -65,7 +65,7 @@ def test_the_cpu_peak_is_measured_without_touching_the_runs_random_numbers():
 
 def test_the_best_of_several_measurements_spread_over_the_run_counts(monkeypatch):
     peaks = iter([3e9, 9e9, 5e9, 1e9, 1e9, 1e9, 1e9, 1e9])
-    monkeypatch.setattr(throughput, "measured_peak", lambda seconds: next(peaks))
+    monkeypatch.setattr(hardware, "measured_peak", lambda seconds: next(peaks))
     peak = HardwarePeak("cpu", "32-true", 1)
     taken = []
     for step in range(0, 1001):

@@ -14,10 +14,10 @@ from polarlm.launch.overrides import config_loader, plan_jobs
 from polarlm.model import GPT
 from polarlm.model.build import build_model
 from polarlm.operations import closed
+from polarlm.training.gpus import GPUS, peak_flops
+from polarlm.training.memory import LiveBytes, Shape, StepMemory, device_memory, step_memory, traffic
 from polarlm.training.optimisers import build_optimiser
-from polarlm.training.planning.gpus import GPUS, peak_flops
-from polarlm.training.planning.memory import LiveBytes, Shape, StepMemory, device_memory, step_memory, traffic
-from polarlm.training.planning.plan import shape_of
+from polarlm.training.plan import shape_of
 from tests.training.lonely_rank import rank_zero
 
 VOCABULARY, LAYERS = 700, 4

@@ -16,8 +16,8 @@ from polarlm.model import GPT
 from polarlm.model.build import build_model
 from polarlm.printing import indented
 from polarlm.training.batching import BatchPlan, plan_batches, total_steps
-from polarlm.training.planning.gpus import GPUS, Gpu, PlanSettings, peak_flops
-from polarlm.training.planning.memory import DeviceMemory, Shape, Traffic, device_memory, traffic
+from polarlm.training.gpus import GPUS, Gpu, PlanSettings, peak_flops
+from polarlm.training.memory import DeviceMemory, Shape, Traffic, device_memory, traffic
 
 # Published tokenizers whose size is known without reading them.
 HUB_VOCABULARIES = {"openai-community/gpt2": 50_257}
@@ -107,7 +107,7 @@ def vocabulary_of(tokenizer: dict[str, Any]) -> int:
 def count_step(config: dict[str, Any], vocabulary: int, batch: BatchPlan, precision: str, *, recompute: bool) -> Any:
     """The memory of a step of this run on one GPU."""
     from polarlm.model.loss import CHUNK_LOGITS
-    from polarlm.training.planning.memory import step_memory
+    from polarlm.training.memory import step_memory
 
     def build(layers: int) -> GPT:
         other = copy.deepcopy(config)
@@ -127,7 +127,7 @@ def count_step(config: dict[str, Any], vocabulary: int, batch: BatchPlan, precis
 
 def untouched_model(config: dict[str, Any], vocabulary: int) -> GPT:
     """The model of a run with weights that hold no numbers and take no memory."""
-    from polarlm.training.planning.memory import UntouchedWeights
+    from polarlm.training.memory import UntouchedWeights
 
     # Without the measurement by which init=width scales a branch: these weights hold no numbers.
     model = {**config["model"], "init": "gpt2"}

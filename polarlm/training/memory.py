@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from polarlm.model import GPT
+from polarlm.training.gpus import Gpu
 from polarlm.training.optimisers import build_optimiser
-from polarlm.training.planning.gpus import Gpu
 
 FEWEST_LAYERS = 2
 # Operators that make a copy of their input inside, where no dispatch mode sees it: on CPUs and GPUs alike.
