@@ -21,11 +21,10 @@ from typing import Any
 from polarlm.data.atomic import explained, json_or_none, locked, write_sorted_json
 from polarlm.data.config import SPLITS, DataConfig, read_data_config
 from polarlm.data.order import require_length
-from polarlm.data.prepare import SECTION_BYTES, PrepareProgress, build_sections, leakage_report, shard_damage
 from polarlm.data.probes import ProbeTask, describe_probe, restore_probe
 from polarlm.data.readers import find_files
 from polarlm.data.source import Source, SplitPlan, SplitReader, open_source, plan_splits
-from polarlm.data.store import TokenStore
+from polarlm.data.store import SECTION_BYTES, PrepareProgress, TokenStore, build_sections, leakage_report, shard_damage
 from polarlm.data.tokenizer import (
     Tokenizer,
     TokenizerConfig,

@@ -7,13 +7,15 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from polarlm.data.store import TokenStore
 from polarlm.errors import UserError
 from polarlm.ignored import IGNORED
+
+if TYPE_CHECKING:
+    from polarlm.data.store import TokenStore
 
 _ROUNDS = 6
 _U = np.uint64

@@ -11,15 +11,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from polarlm.data.order import EpochOrder, mix
-from polarlm.data.store import TokenStore
 from polarlm.errors import UserError
 from polarlm.ignored import IGNORED
 from polarlm.settings import read_settings, setting
+
+if TYPE_CHECKING:
+    from polarlm.data.store import TokenStore
 
 VERSION = 1  # raise it when examples change: prepared ones are then made anew
 PADDING = 0  # the id of <eos>, which no example contains

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from polarlm.data.order import mask_borders
-from polarlm.data.prepare import encode_chunk
 from polarlm.data.source import Source, SplitPlan, SplitReader
+from polarlm.data.store import encode_chunk
 from polarlm.data.tokenizer import Tokenizer
 from polarlm.errors import UserError
 

@@ -137,14 +137,7 @@ class LanguageModel(pl.LightningModule):
             self._totals[dataloader_idx] + counts if dataloader_idx in self._totals else counts
         )
 
-    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """As validation_step."""
-        self.validation_step(batch, batch_idx, dataloader_idx)
-
     def on_validation_epoch_start(self) -> None:
-        self._totals = {}
-
-    def on_test_epoch_start(self) -> None:
         self._totals = {}
 
     def on_validation_epoch_end(self) -> None:
@@ -163,8 +156,9 @@ class LanguageModel(pl.LightningModule):
             if value is not None and math.isfinite(value):
                 self.log(name, value, logger=self.log_steps, rank_zero_only=True, add_dataloader_idx=False)
 
-    def on_test_epoch_end(self) -> None:
-        self.on_validation_epoch_end()
+    test_step, on_test_epoch_start, on_test_epoch_end = (
+        validation_step, on_validation_epoch_start, on_validation_epoch_end,
+    )  # fmt: skip
 
     @property
     def evaluated(self) -> dict[str, float | None]:

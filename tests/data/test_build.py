@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from polarlm.data import Corpus, build_corpus
-from polarlm.data.prepare import paragraphs
+from polarlm.data.store import paragraphs
 from polarlm.errors import UserError
 from tests.data.conftest import made_up_documents
 
@@ -146,9 +146,9 @@ def test_a_document_of_50_megabytes_is_one_document(tmp_path: Path) -> None:
 
 
 def _peak_memory(path: Path, cache: Path, report: Any) -> None:
-    import polarlm.data.prepare
+    import polarlm.data.store
 
-    polarlm.data.prepare.CHUNK_CHARS = 1 << 18  # so that a small corpus already fills the queue
+    polarlm.data.store.CHUNK_CHARS = 1 << 18  # so that a small corpus already fills the queue
     build_corpus({"path": str(path), "workers": 2}, {"kind": "byte"}, cache, section_bytes=4 << 20)
     report.put(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
