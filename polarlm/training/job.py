@@ -67,11 +67,7 @@ class Job:
         refuse_shared_stream(self.corpus, self.plan.processes)
         options = {key: self.config["data"][key] for key in ("mask_documents", "packing", "eval_tokens")}
         return LMDataModule(
-            self.corpus,
-            context=self.plan.context,
-            micro_batch=self.plan.micro,
-            seed=self.config["seed"],
-            **options,
+            self.corpus, context=self.plan.context, micro_batch=self.plan.micro, seed=self.config["seed"], **options
         )
 
     @cached_property

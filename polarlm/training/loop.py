@@ -123,10 +123,7 @@ def fit_once(job: Job, folder: Path, loggers: Sequence[Any], extra: Sequence[Any
     progress = Progress(recorder, job.plan.tokens)
     probing = Probing(recorder, job.data, config["diagnostics"])
     checkpointing = Checkpointing(
-        recorder,
-        folder / "checkpoints",
-        every=t["checkpoint_every"],
-        keep=t["keep_checkpoints"],
+        recorder, folder / "checkpoints", every=t["checkpoint_every"], keep=t["keep_checkpoints"]
     )
     incidents = Incidents(
         folder,

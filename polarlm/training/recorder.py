@@ -162,11 +162,7 @@ class Recorder(pl.Callback):
         if self.is_log_step(trainer, step):
             mean = module.step_loss / trainer.accumulate_grad_batches
             loss = trainer.strategy.reduce(mean, reduce_op="mean").item()
-            self.row |= {
-                "train/loss": loss,
-                "train/lr": module.step_lr,
-                "train/grad_norm": float(module.grad_norm),
-            }
+            self.row |= {"train/loss": loss, "train/lr": module.step_lr, "train/grad_norm": float(module.grad_norm)}
             self._add_speed(step)
         elif step == self._first_step + 1:
             self._begin_window(step)
