@@ -139,13 +139,14 @@ def test_a_resumed_run_has_one_gapless_curve_in_csv_and_tensorboard(tmp_path):
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5]
 
 
-def test_early_stopping_ends_the_run_with_whole_splits_and_a_summary(tmp_path):
-    options = ("callbacks=early_stopping", "callbacks.early_stopping.patience=1", "trainer.val_every=2")
+def test_lightnings_early_stopping_ends_the_run_with_whole_splits_and_a_summary(tmp_path, capsys):
+    options = ("callbacks=[early_stopping,model_summary]", "callbacks.early_stopping.patience=1", "trainer.val_every=2")
     still = ("optim.lr=1e-12", "trainer.max_steps=20", "name=stopped", "data.split.test=0.03")
     train_run(composed(tmp_path, *options, *still))
     summary = json.loads((tmp_path / "runs" / "stopped" / "summary.json").read_text())
     assert summary["status"] == "finished" and summary["step"] < 20
     assert {"val/loss", "test/loss"} <= summary.keys()
+    assert "model.blocks" in capsys.readouterr().out
 
 
 def test_the_first_error_of_a_logger_is_told_and_it_is_left_alone_from_then_on(capsys):
