@@ -82,8 +82,6 @@ def with_micro_batch(config: dict[str, Any], vocabulary: int, accelerator: str, 
     proves it, and where the GPU refuses, half is tried. The number is stored in the run's config.yaml: a resumed run,
     and the other processes, take it from there, so that gradients are added up in the same order.
     """
-    if config["trainer"]["micro_batch_tokens"] != "auto":
-        return config
     stored = _stored(config)
     if stored is not None:
         tokens = int(stored["trainer"]["micro_batch_tokens"])
