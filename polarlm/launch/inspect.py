@@ -216,7 +216,7 @@ def _bytes(size: int) -> str:
 
 def plan_text(arguments: list[str]) -> str:
     """The plan for `gpus=… gpu=…` and the settings of a run."""
-    from polarlm.training.planning.gpus import GPUS, PlanSettings
+    from polarlm.training.gpus import GPUS, PlanSettings
 
     plan_keys = {f.name for f in dataclasses.fields(PlanSettings)}
     given: dict[str, Any] = {}
@@ -240,7 +240,7 @@ def plan_text(arguments: list[str]) -> str:
     place = [f"trainer.devices={devices}", f"trainer.nodes={settings.gpus // devices}"]
     job = plan_jobs(config_loader(), "train", [*overrides, *place], multirun=False).jobs[0]
     assert job.config is not None
-    from polarlm.training.planning.plan import describe_plan, make_plan
+    from polarlm.training.plan import describe_plan, make_plan
 
     return describe_plan(make_plan(job.config, settings))
 
