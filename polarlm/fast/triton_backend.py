@@ -250,7 +250,8 @@ def triton_backward(
     d_forgotten = None if forgotten is None else torch.empty_like(forgotten, memory_format=torch.contiguous_format)
     call.launch("key", given, (dk, dv, d_m2, d_forgotten))
     d_parameters = shares.sum((0, 2)).T.contiguous() if noise_learns else torch.zeros_like(parameters)
-    return dq, dk, dv, *(q.new_empty(0) if x is None else x for x in (d_m2, d_forgotten)), d_parameters
+    d_m2, d_forgotten = (q.new_empty(0) if x is None else x for x in (d_m2, d_forgotten))
+    return dq, dk, dv, d_m2, d_forgotten, d_parameters
 
 
 @triton_backward.traced.register_fake
