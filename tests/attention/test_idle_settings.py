@@ -44,18 +44,48 @@ def output(settings: dict, heads: int, groups: int) -> tuple[torch.Tensor, set[s
         return mixer(x, context), mixer.without_effect()
 
 
-@pytest.mark.parametrize("number", range(12))
-def test_what_is_called_idle_changes_nothing_and_the_rest_does(number):
+# Found wrong once: what differs from a drawn combination, what is idle then, and what is not.
+NAMED = [
+    (dict(projection="evidence", heads=1), {"evidence_clamp"}, set()),
+    (dict(projection="evidence"), set(), {"evidence_clamp"}),
+    (dict(radial="none", mu=0.0, mu_r=0.0), {"radial_flow", "m_eq"}, set()),
+    (dict(radial="own", mu=0.2, mu_r=0.1), set(), {"radial_flow", "mu_r"}),
+    (dict(retract="geodesic"), {"projector"}, set()),
+    (dict(kernel="gaussian", mu=0.0, eta_tk=0.9), {"sigma_t0"}, set()),
+    (dict(kernel="gaussian", mu=0.0, lift=2, projection="evidence"), set(), {"radius", "tau", "sigma_t0"}),
+]  # fmt: skip
+
+
+def combination(number: int) -> tuple[dict, int, int]:
+    """Settings, heads and groups of a drawn combination, or of a named one after them."""
     switches, other = draw(number)
     heads, groups = (1, 1) if number % 6 == 5 else (HEADS, other["groups"])
     fixed = dict(value_residual=False, tie_output=False, backend="reference", evidence_clamp=0.5)
     settings = switches | fixed | dict(mu=0.0 if number % 3 else 0.2, mu_r=other["mu_r"], widen_k=other["widen_k"])
-    if number % 2:  # noise that is given is matched to nothing
+    if number >= DRAWN:
+        plain = dict(consensus="none", uncertainty="none", projection="global", retract="none", residual_form="full")
+        plain |= dict(kernel="student", radial="none", radial_correlation="vv", magnitude="own", norm_values=True)
+        changes = dict(NAMED[number - DRAWN][0])
+        heads = groups = changes.pop("heads", HEADS)
+        settings |= plain | dict(transport="rotary", irls_steps=1, norm_position="post", head_gate=False) | changes
+    elif number % 2:  # noise that is given is matched to nothing
         settings |= dict(eta_tk=0.9) | (dict(sigma_t0=0.8) if number % 4 == 3 else {})
     if settings["mu"] == 0 and settings["mu_r"] == 0:
         settings["radial_flow"] = "decay"  # the other one is refused
+    return settings, heads, groups
+
+
+DRAWN = 12
+
+
+@pytest.mark.parametrize("number", range(DRAWN + len(NAMED)))
+def test_what_is_called_idle_changes_nothing_and_the_rest_does(number):
+    settings, heads, groups = combination(number)
     print(f"POLARLM_ORACLE_SEED={SEED} combination {number}: {heads} heads, {settings}")
     expected, idle = output(settings, heads, groups)
+    if number >= DRAWN:
+        _, without, with_effect = NAMED[number - DRAWN]
+        assert without <= idle and not with_effect & idle
     alternatives = OTHER | {name: next(w for w in words if w != settings[name]) for name, words in WORDS.items()}
     for name, value in alternatives.items():
         if (name == "mu" and settings["mu"] == 0) or (name == "radius" and settings["norm_position"] == "pre"):

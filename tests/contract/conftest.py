@@ -52,19 +52,21 @@ def overrides_of(block: str) -> list[str]:
     return CHOSEN.get(block) or expanded([f"block={block}"])
 
 
-@functools.cache
 def frame_of(block: str) -> dict[str, str]:
     """The residual frame that a block's yaml asks for, as an argument of GPTConfig."""
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        frame = compose("train", overrides_of(block)).block.get("frame")
+    frame = _section(block).get("frame")
     return {"frame": frame} if frame else {}
 
 
 def block_section(block: str) -> dict:
     """A block's yaml as its mixer takes it: without the frame, which is the model's."""
+    return {key: value for key, value in _section(block).items() if key != "frame"}
+
+
+@functools.cache
+def _section(block: str) -> dict:
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        section = OmegaConf.to_container(compose("train", overrides_of(block)).block, resolve=True)
-    return {key: value for key, value in section.items() if key != "frame"}
+        return OmegaConf.to_container(compose("train", overrides_of(block)).block, resolve=True)
 
 
 @pytest.fixture

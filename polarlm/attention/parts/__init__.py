@@ -97,12 +97,13 @@ class Parts:
             if precision.magnitude == "unit" and radial.radial_correlation == "one" and influence.irls_steps == 1:
                 idle |= {"eta_rk", "sigma_r0", "mu_r"}  # equal magnitudes: the gate's two precisions cancel
         idle |= {"projector"} if self.step.retract == "geodesic" else set()
-        return idle | ({"evidence_clamp", "norm_scope"} if alone else set())
+        return idle | ({"evidence_clamp", "norm_scope", "mu_spread"} if alone else set())
 
 
 def flat_settings(parts: Mapping[str, str | Mapping[str, Any]], symbols: Mapping[str, Any]) -> dict[str, Any]:
     """The chosen parts' settings and the symbols as one mapping, by the names of the parts' arguments."""
-    chosen = {name: dict(part) if isinstance(part, Mapping) else {"kind": part} for name, part in parts.items()}
+    words = {name: "none" if part is False else part for name, part in parts.items()}  # a yaml reads `off` as False
+    chosen = {name: dict(part) if isinstance(part, Mapping) else {"kind": part} for name, part in words.items()}
     flat, known = flat_block(chosen), {key for kind in KINDS.values() for key in kind.arguments()}
     for name, value in symbols.items():
         for key in {"nu": ("nu_t",), "eta": ("eta_tq", "eta_tk")}.get(name, (name,)):
