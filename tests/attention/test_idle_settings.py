@@ -33,6 +33,8 @@ def output(settings: dict, heads: int, groups: int) -> tuple[torch.Tensor, set[s
     mixer = PolarAttention(shape, **settings).double()
     with torch.no_grad():
         for name, parameter in mixer.named_parameters():
+            if name in ("estimator.eta_tk.raw", "estimator.sigma_t0.raw"):
+                continue  # matched noise has a common factor, which noise before the soft-plus would not keep
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(0.2 * noise if parameter.dim() > 1 else parameter + 0.1 * noise)
