@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from polarlm.block_keys import expanded
 from polarlm.errors import JobsLeft, UserError
 from polarlm.jobs import sweep
 from polarlm.jobs.engine import Policy, run_jobs
-from polarlm.jobs.job import Ended, JobSpec, shown, varying
+from polarlm.jobs.job import JobSpec, shown, varying
 from polarlm.jobs.places import Cluster, Here, gpus_for
 from polarlm.runs.identity import key_of
 
@@ -34,20 +35,24 @@ class EngineLauncher(Launcher):
         """Run every job; a failed one does not stop the others, unless jobs.stop_on_failure is set."""
         folder = Path(self.config.hydra.sweep.dir) / sweep.current.group
         overrides = [[text for text in job if key_of(text) != "hydra/launcher"] for job in job_overrides]
-        varied = varying(overrides)
+        swept = sweep.current.varied or varying(overrides)
+        # A block that stands for another with settings has been written out: its settings differ too.
+        told = {*swept, *(varying(overrides) if len(overrides) > 1 else ())}
         jobs = [
             JobSpec(
                 tuple(texts),
                 folder / "logs" / f"{number:03d}.log",
                 sweep.current.identities.get(tuple(texts), ""),
-                shown(texts, varied),
+                shown(texts, told),
                 str(self.config.get("runs_dir", "runs")),
                 verb=str(self.config.hydra.job.config_name),
-                swept=tuple(varied),
+                swept=tuple(swept),
                 devices=int((self.config.get("trainer") or {}).get("devices", 1)),
             )
             for number, texts in enumerate(overrides, start=initial_job_idx)
         ]
+        if sweep.current.stop_on_failure and sweep.current.failed:  # in an earlier batch (hydra.sweeper.max_batch_size)
+            jobs = []
         place = self.place(folder, overrides)
         if not initial_job_idx:
             sweep.print_estimate(sweep.current.unfinished, place)
@@ -61,15 +66,12 @@ class EngineLauncher(Launcher):
         except JobsLeft:
             sweep.current.left = True
             raise
-        not_run = Ended("failed", error="not started: an earlier job has failed (jobs.stop_on_failure)")
-        returns = []
-        for job in jobs:
-            how = ended.get(job.key, not_run)
-            done = JobReturn(overrides=list(job.overrides))
-            done.status = JobStatus.COMPLETED if how.status == "finished" else JobStatus.FAILED
-            done.return_value = how.loss if how.status == "finished" else UserError(how.error)
-            returns.append(done)
-        return returns
+        # Hydra would end the sweep at a job that it knows to have failed: it has no loss, and the summary names it.
+        losses = [how.loss if (how := ended.get(job.key)) else None for job in jobs]
+        return [
+            JobReturn(list(job.overrides), status=JobStatus.COMPLETED, _return_value=math.nan if loss is None else loss)
+            for job, loss in zip(jobs, losses)
+        ]
 
 
 class LocalLauncher(EngineLauncher):

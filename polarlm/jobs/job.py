@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,7 @@ def varying(jobs: Sequence[Sequence[str]]) -> list[str]:
     return [key for key, choices in values.items() if len(choices) > 1] or list(values)[:1]
 
 
-def shown(overrides: Sequence[str], varied: Sequence[str]) -> str:
+def shown(overrides: Sequence[str], varied: Collection[str]) -> str:
     """The overrides that tell a job from the others."""
     return " ".join(text for text in overrides if key_of(text) in varied)
 

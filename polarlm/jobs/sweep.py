@@ -19,6 +19,7 @@ class Sweep:
 
     runs_dir: str = "runs"
     group: str = ""  # empty where nothing is trained (evaluations)
+    varied: list[str] = field(default_factory=list)  # the keys that the command line varies
     identities: dict[tuple[str, ...], str] = field(default_factory=dict)  # overrides → identity
     stop_on_failure: bool = False
     retries: int = 0
@@ -47,6 +48,7 @@ def print_sweep_plan(plan: Any, config_name: str) -> None:
     from polarlm.runs.identity import identity_of, known_runs, sweep_group, write_plan
 
     good = [job for job in plan.jobs if job.config is not None]
+    current.varied = list(plan.varied)
     if config_name != "train" or not good:
         return
     first = good[0].config

@@ -72,10 +72,12 @@ def run(task: Task, config_name: str, arguments: Sequence[str] | None = None) ->
         pass
     except (Exception, KeyboardInterrupt) as error:
         sweep.print_sweep_summary()
-        fail(sweep.failed_jobs() or error if isinstance(error, Exception) else error)
+        fail(error)
     finally:
         sys.argv = typed
     sweep.print_sweep_summary()
+    if (failed := sweep.failed_jobs()) is not None:
+        fail(failed)
 
 
 _debug = False

@@ -144,6 +144,33 @@ def test_every_sweep_goes_through_the_engine_and_shares_out_the_cores(monkeypatc
         assert (place.at_once, place.threads) == (at_once, threads)
 
 
+@pytest.mark.parametrize(("fail_fast", "begun"), [(False, ["1", "2"]), (True, ["1"])])
+def test_a_failed_batch_ends_a_sweep_only_when_failing_fast(tmp_path, monkeypatch, fail_fast, begun):
+    from polarlm.jobs import sweep
+
+    class Failing(Here):
+        def start(self, jobs):
+            started.extend(job.overrides[0].partition("=")[2] for job in jobs)
+            return [Over() for _ in jobs]
+
+    class Over:
+        seconds = 0.0
+
+        def poll(self):
+            return 1
+
+    started, current = [], Sweep(group="pair", varied=["optim.lr"], stop_on_failure=fail_fast)
+    monkeypatch.setattr(sweep, "current", current)
+    launcher = LocalLauncher(1)
+    launcher.config = compose(config_loader(), "train", [f"hydra.sweep.dir={tmp_path}"])
+    monkeypatch.setattr(launcher, "place", lambda folder, jobs: Failing(1))
+    returned = [launcher.launch([[f"seed={seed}", "optim.lr=1"]], seed - 1) for seed in (1, 2)]
+    assert started == begun and all(done.return_value != done.return_value for (done,) in returned[: len(begun)])
+    assert current.ended[0][1] == "optim.lr=1"  # told by what the whole sweep varies, not by its own batch
+    assert str(sweep.failed_jobs()).startswith(f"{len(begun)} of {len(begun)} jobs failed")
+    assert (tmp_path / "pair" / "logs").is_dir()  # of this sweep alone: another one may run beside it
+
+
 def test_the_estimate_of_a_sweep_counts_the_jobs_that_run_at_a_time(monkeypatch, capsys):
     from polarlm.jobs import sweep
 
