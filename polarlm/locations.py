@@ -81,7 +81,7 @@ def cache_folder() -> Path:
             folder.mkdir(mode=0o700, exist_ok=True)
             if _is_private(folder) and os.access(folder, os.W_OK):
                 return folder
-    raise PermissionError(f"no folder for compiled code that only you can write; set {CACHE_VARIABLE} to one")
+    raise PermissionError(f"no folder for compiled code is writable only by you; set {CACHE_VARIABLE} to one")
 
 
 def _is_private(folder: Path) -> bool:

@@ -34,7 +34,7 @@ def fill(text: str, numbers: Numbers, question: str = "") -> str:
         try:
             return KINDS[kind](find(place, numbers, question), *more)
         except (KeyError, StopIteration, TypeError, IndexError, ValueError):
-            raise UserError(f"docs/study: {match.group(0)} names nothing that the rows have") from None
+            raise UserError(f"docs/study: {match.group(0)} does not match any row") from None
 
     return re.sub(r"\{([^{}]+)\}", replaced, text)
 

@@ -96,7 +96,7 @@ def describe_exit(code: int) -> str:
     except ValueError:
         name = f"signal {-code}"
     memory = ", which is also what a machine without memory does" if name == "SIGKILL" else ""
-    return f"killed by {name}{memory}; the same command continues it"
+    return f"killed by {name}{memory}; the same command resumes it"
 
 
 def last_error(log: Path) -> str | None:

@@ -74,8 +74,8 @@ def print_sweep_plan(plan: Any, config_name: str) -> None:
     finished, begun = done.count("finished"), sum(status not in (None, "finished") for status in done)
     print(f"Sweep {group}: {len(plan.jobs)} jobs, varying {', '.join(counts) or 'nothing'}", file=sys.stderr)
     where = "" if first["runs_dir"] == "runs" else f" --runs {first['runs_dir']}"
-    print(f"  {finished} already finished, {begun} to continue, {len(good) - finished - begun} new", file=sys.stderr)
-    print(f"  look from another terminal with: polarlm sweep status {group}{where}", file=sys.stderr)
+    print(f"  {finished} already finished, {begun} to resume, {len(good) - finished - begun} new", file=sys.stderr)
+    print(f"  to see the progress from another terminal: polarlm sweep status {group}{where}", file=sys.stderr)
     for job in plan.jobs:
         if job.error is not None:
             print(fitted(f"  will fail: {job.error}", sys.stderr), file=sys.stderr)
@@ -180,7 +180,7 @@ def print_states(runs_dir: str, group: str, out: Any) -> list[str]:
             continue
         state = summary.get("status", "waiting")
         if state == "running" and folder is not None and writer_is_gone(folder):
-            state, result = "killed", "the same command continues it"
+            state, result = "killed", "the same command resumes it"
         rows.append((state, name, result, folder.name if folder else ""))
     width, states = max(len(name) for _, name, _, _ in rows), [row[0] for row in rows]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))

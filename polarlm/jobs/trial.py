@@ -20,7 +20,7 @@ EPILOG = """examples
   python -m polarlm trial standard xsa polar --data pydocs --budget 2h
   python -m polarlm trial standard polar --data text --budget 30m --steps 400 --set data.path=book.txt tokenizer=char
 
-The plan is written to trial.yaml before anything runs; the same command continues a killed trial.
+The plan is written to trial.yaml before anything runs; the same command resumes a killed trial.
 """
 
 
@@ -265,9 +265,7 @@ class Trial:
     def ended(self, run: TrialRun, how: Ended, beside: int) -> None:
         """Note how a run ended; a run that was killed or refused has not failed, it ends the trial."""
         if how.code < 0 or how.code in (130, 143):
-            raise UserError(
-                f"{run.key} was stopped from outside (code {how.code}); the same command continues the trial"
-            )
+            raise UserError(f"{run.key} was stopped from outside (code {how.code}); the same command resumes the trial")
         folder = self.folder / run.phase / run.name
         if how.code and not (folder / "config.yaml").exists():  # a wrong setting, not a bad block
             raise UserError(f"{run.key} did not start: {how.error}")

@@ -148,7 +148,9 @@ def check_fitting(block: dict[str, Any]) -> None:
     if retracted and kind["inputs"] == "raw_values":
         raise UserError(f"block/step={kind['step']} moves on the sphere; it needs block/inputs=sphere.")
     if kind["step"] == "retracted" and projection == "none":
-        raise UserError("block/step=retracted bends a tangent step; block.step.projection=none gives none.")
+        raise UserError(
+            "block/step=retracted needs a tangent step; set block.step.projection=per_head, global or evidence."
+        )
     if kind["aggregate"] != "mean" and (projection == "none" or kind["inputs"] == "raw_values"):
         raise UserError(
             f"block/aggregate={kind['aggregate']} takes a tangent step between directions; it needs "
@@ -156,7 +158,7 @@ def check_fitting(block: dict[str, Any]) -> None:
         )
     if kind["aggregate"] != "mean" and block["influence"].get("residual_form", "full") != "full":
         raise UserError(
-            f"block/aggregate={kind['aggregate']} has a residual of its own; set block.influence.residual_form=full."
+            f"block/aggregate={kind['aggregate']} defines its own residual; set block.influence.residual_form=full."
         )
     correlated = [n for n in ("radial", "aggregate") if block[n].get("radial_correlation") == "qk"]
     correlated = [name for name in correlated if kind[name] not in ("none", "mean")]

@@ -106,8 +106,8 @@ def judge(checkpoint: str, names: Sequence[str], options: dict[str, Any]) -> lis
         raise UserError(f"split={split} does not exist; this corpus has {', '.join(corpus.splits)}")
     if corpus.probe is not None and (set(names) != {"windows"} or options["tokens"] or options["context"]):
         raise UserError(
-            f"data={corpus.name} is a task whose targets are answers, not the next tokens: it is judged whole, by "
-            "protocol=windows"
+            f"data={corpus.name} is a task whose targets are answers, not the next tokens: evaluate it as a "
+            "whole, with protocol=windows"
         )
     task = EvaluationTask(run, corpus, split, options)
     print(f"{run.folder}  ({run.weights.name})")

@@ -167,7 +167,7 @@ def _check_choice(loader: Any, config_name: str, groups: dict[str, Any], overrid
             if name == "study":
                 raise UserError(f"A study is a plan of many runs: python -m polarlm study {override.value()}")
             raise UserError(
-                f"{config_name}.py has no '{name}': a run is judged on what it was trained with. "
+                f"{config_name}.py has no '{name}': a run is evaluated with the settings of its training. "
                 f"Train another run for another {name}, or see {typed_command(config_name)} --help"
             )
         return

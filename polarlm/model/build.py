@@ -28,7 +28,7 @@ def build_model(config: dict[str, Any], vocab_size: int, *, stored: bool = False
     try:
         return GPT(size, functools.partial(mixer, **options))
     except TypeError as error:  # a key that the block does not have (added with `+`)
-        raise UserError(f"block has a key it does not know: {error}") from error
+        raise UserError(f"block has an unknown setting: {error}") from error
 
 
 def frame_of(block_frame: str | None, model: dict[str, Any]) -> dict[str, str]:
@@ -61,7 +61,7 @@ def warn_about_blind_blocks(model: GPT) -> None:
     ]
     if seen and max(seen) < LEAST_ATTENTION:
         warnings.warn(
-            "Every token of the fresh model attends to nothing but itself, so it starts blind to its past: look at "
+            "In the untrained model every token attends only to itself, so it cannot see its past. Check "
             "block.mu, block.forget_bias, block.nu and the noises (block.eta…, block.sigma…)",
             stacklevel=2,
         )

@@ -185,7 +185,7 @@ def fit_once(job: Job, folder: Path, loggers: Sequence[Any], extra: Sequence[Any
         if incidents.rewound:
             return True
         if stop.exit_code is not None:
-            print(f"Stopped at step {trainer.global_step}; the same command continues {folder}", file=sys.stderr)
+            print(f"Stopped at step {trainer.global_step}; the same command resumes {folder}", file=sys.stderr)
             sys.exit(stop.exit_code)
         return False
     finally:

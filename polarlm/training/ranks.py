@@ -52,7 +52,7 @@ def shared_folder() -> Path:
         if _slurm_file().exists():
             return Path(_slurm_file().read_text(encoding="utf-8"))
         time.sleep(0.2)
-    raise UserError("Rank 0 did not say which folder the run has; start all processes with torchrun, srun or by one")
+    raise UserError("Rank 0 did not announce the run folder; start all processes with torchrun, srun or by one")
 
 
 def end_with_starter() -> None:

@@ -61,7 +61,7 @@ def test_a_number_that_fp32_can_not_hold_is_refused(name, value):
     "settings", [("block=polar", "block.forget_bias=-100"), ("block=rfa", "block.sigma_process=1e6")]
 )
 def test_a_fresh_block_that_attends_to_nothing_but_itself_is_warned_about(settings):
-    with pytest.warns(UserWarning, match="attends to nothing but itself"):
+    with pytest.warns(UserWarning, match="attends only to itself"):
         warn_about_blind_blocks(build_model(config_of(*settings), 50))
 
 

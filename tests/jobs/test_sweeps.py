@@ -224,7 +224,7 @@ def is_alive(process: int) -> bool:
     ("code", "log", "words"),
     [
         (-9, "step 3", "killed by SIGKILL, which is also what a machine without memory does; the same command"),
-        (-15, "", "killed by SIGTERM; the same command continues it (log:"),
+        (-15, "", "killed by SIGTERM; the same command resumes it (log:"),
         (-200, "", "killed by signal 200; the same command"),
         (3, "", "ended with code 3 (log:"),
         (2, "error: lr must be above 0", "lr must be above 0 (log:"),

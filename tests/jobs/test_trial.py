@@ -132,7 +132,7 @@ def test_the_plan_is_written_before_anything_runs_and_cannot_be_changed(tmp_path
 def test_a_killed_run_ends_the_trial_and_the_same_command_trains_nothing_twice(tmp_path):
     trainer = FakeTrainer(gap=0.05)
     trainer.before = lambda job: -signal.SIGKILL if len(trainer.commands) == 17 else 0
-    with pytest.raises(UserError, match="the same command continues the trial"):
+    with pytest.raises(UserError, match="the same command resumes the trial"):
         trial.Trial(plan(), tmp_path / "t", trainer).run()
     trainer.before = None
     trial.Trial(plan(), tmp_path / "t", trainer).run()

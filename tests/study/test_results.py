@@ -89,7 +89,7 @@ def test_a_number_in_a_paragraph_is_the_one_of_the_rows():
     text = fill("{gap letters/polar} below, {value blocks:letters/standard}, {signed letters/polar}", numbers, "blocks")
     assert text == "0.020 below, 2.200, −0.020"
     for wrong in ("{gap letters/standard}", "{gap letters/nobody}", "{gap other/polar}", "{oops letters/polar}"):
-        with pytest.raises(UserError, match="names nothing that the rows have"):
+        with pytest.raises(UserError, match="does not match any row"):
             fill(wrong, numbers, "blocks")
 
 

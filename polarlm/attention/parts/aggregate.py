@@ -34,7 +34,7 @@ class Aggregate(Part):
             )
         if (form := parts.influence.residual_form) != "full":
             raise UserError(
-                f"block.consensus={kind} has a residual of its own; set block.residual_form=full, not {form}."
+                f"block.consensus={kind} defines its own residual; set block.residual_form=full, not {form}."
             )
         # Even a token that hears only itself would turn by that phase.
         if kind == "complex" and parts.radial.radial_correlation == "qk":

@@ -198,6 +198,6 @@ def _build(section: Any, group: str, name: str, config: dict[str, Any], folder: 
 def _warn(name: str, what: str, error: Exception) -> None:
     reason = " ".join(str(error).split())[:300]
     print(
-        f"warning: logger {name} {what} ({type(error).__name__}: {reason}); metrics.jsonl goes on",
+        f"warning: logger {name} {what} ({type(error).__name__}: {reason}); metrics.jsonl is still written",
         file=sys.stderr, flush=True,
     )  # fmt: skip
