@@ -22,7 +22,7 @@ def build_schedule(schedule: dict[str, Any], total_tokens: int) -> Schedule:
     try:
         built: Schedule = build(**options)
     except TypeError as error:
-        raise UserError(f"schedule has a key it does not know: {error}") from error
+        raise UserError(f"schedule has an unknown setting: {error}") from error
     built.check(total_tokens)
     return built
 
