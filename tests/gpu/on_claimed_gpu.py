@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from polarlm.fast import backends, flex_backend, selfcheck
 from polarlm.fast.selfcheck import Setup
 from polarlm.model.build import build_model
 from polarlm.training.hardware import compiled_loss
+from polarlm.training.incidents import Incidents
 from polarlm.training.optimisers import build_optimiser, clip, gradients_of, total_norm
 from tests.gpu.claimed import GPU, Watch, claim, to_gpu
 from tests.gpu.claimed_inductor import inductor
@@ -53,29 +55,41 @@ def build(tmp_path: Path, block: str, mode: FakeTensorMode, *switches: str):
     return config, to_gpu(model, mode)
 
 
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("block", BLOCKS)
-def test_a_training_step_and_a_validation_never_wait_for_the_gpu(tmp_path, block, documents):
+def watched_step(tmp_path: Path, block: str, documents: bool, *switches: str) -> Watch:
+    """What a step of training, with its optimiser and the guard against gradients that are not finite, does."""
     mode = FakeTensorMode()
-    config, model = build(tmp_path, block, mode)
-    with mode:
+    config, model = build(tmp_path, block, mode, *switches)
+    unused: Any = None
+    asks = dict(is_read_step=unused, discard=unused, settle=unused)
+    watcher = Incidents(tmp_path, policy="skip", limit=1, spike_z=0, **asks)
+    with mode, Watch() as watch:
         optimiser = build_optimiser(config["optim"], model)
         tokens = torch.zeros(2, 256, dtype=torch.long, device=GPU)
         ids = torch.zeros_like(tokens) if documents else None
-        with Watch() as watch, torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = model.loss(tokens, tokens, documents=ids, reduction="sum")
-            loss.backward()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            model.loss(tokens, tokens, documents=ids, reduction="sum").backward()
         gradients = gradients_of(model.parameters())
-        clip(gradients, total_norm(gradients), 1.0)
+        watcher.suppress(norm := total_norm(gradients), 1, optimiser)
+        clip(gradients, norm, 1.0)
         optimiser.step()
-        with torch.no_grad(), watch, torch.autocast("cuda", dtype=torch.bfloat16):
+        with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
             model.tally(tokens, tokens, documents=ids)
-    assert watch.waits == []
     assert all(p.grad is not None and p.grad.device == GPU for p in model.parameters() if p.requires_grad)
-    taken = {choice.backend for choice in backends.choices()}
+    return watch
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_training_step_and_a_validation_never_wait_for_the_gpu(tmp_path, block, documents):
+    watch = watched_step(tmp_path, block, documents)
+    assert watch.waits == []
     if block in ON_TRITON:
-        assert taken == {"triton"}
+        assert {choice.backend for choice in backends.choices()} == {"triton"}
         assert watch.operators["polarlm.triton_forward.default"] and watch.operators["polarlm.triton_backward.default"]
+
+
+def test_a_step_of_muon_never_waits_for_the_gpu(tmp_path):
+    assert watched_step(tmp_path, "standard", False, "optim=muon", "model.n_layer=1").waits == []
 
 
 @torch.no_grad()
