@@ -208,7 +208,7 @@ def block_losses(name: str, device: str, *, compiled: bool = False) -> tuple[lis
 
     from polarlm.fast import backends
     from polarlm.model.build import build_model
-    from polarlm.training.hardware import compile_seconds
+    from polarlm.training.hardware import compile_seconds, compiled_loss
     from polarlm.training.optimisers import build_optimiser
 
     config = configuration(f"block={name}", *TINY)
@@ -218,22 +218,21 @@ def block_losses(name: str, device: str, *, compiled: bool = False) -> tuple[lis
     optimiser = build_optimiser(config["optim"], model)
     torch._dynamo.reset()  # its clock too
     counters.clear()
-    chosen: set[str] = set()
-    fastest = backends.fastest
-    backends.fastest = lambda call: (choice := fastest(call), chosen.add(choice))[0]  # type: ignore[func-returns-value]
+    backends.forget_choices()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    try:
-        # Without a GPU only the graph is captured: Inductor's C++ takes half a minute per block.
-        loss = torch.compile(model.loss, backend="inductor" if device == "cuda" else "aot_eager")
-        step = loss if compiled else model.loss
-        first = step(tokens, tokens)
-        first.backward()
-        optimiser.step()
-        losses = [float(first.detach()), float(step(tokens, tokens).detach())]
-    finally:
-        backends.fastest = fastest
-    facts: dict[str, Any] = {"backend": sorted(chosen), "graph_breaks": sum(counters["graph_break"].values())}
+    # Without a GPU only the graph is captured: Inductor's C++ takes half a minute per block.
+    loss = compiled_loss(model, backend="inductor" if device == "cuda" else "aot_eager")
+    step = loss if compiled else model.loss
+    first = step(tokens, tokens)
+    first.backward()
+    optimiser.step()
+    losses = [float(first.detach()), float(step(tokens, tokens).detach())]
+    made = backends.choices()
+    facts: dict[str, Any] = {"backend": sorted({choice.backend for choice in made})}
+    if why := sorted({reason for choice in made for reason in choice.reasons}):
+        facts["not taken"] = why
+    facts["graph_breaks"] = sum(counters["graph_break"].values())
     facts["compile_seconds"] = round(compile_seconds(), 2)
     if device == "cuda":
         facts["peak_bytes"] = torch.cuda.max_memory_allocated()
@@ -241,7 +240,7 @@ def block_losses(name: str, device: str, *, compiled: bool = False) -> tuple[lis
 
 
 def kernels_stage(place: Bench) -> dict[str, Any]:
-    """Milliseconds of attention forward and backward, against scaled_dot_product_attention."""
+    """Milliseconds of attention forward and backward: polar's and a forget-gate baseline's against PyTorch's own."""
     import torch
     import torch.nn.functional as F
 
@@ -257,13 +256,20 @@ def kernels_stage(place: Bench) -> dict[str, Any]:
             for _ in range(3)
         )
         m = (torch.rand(batch, context, device=place.device) + 0.5).requires_grad_()
+        forgotten = -0.01 * torch.rand(batch, heads, context, device=place.device).cumsum(-1)
+        forgotten.requires_grad_()
         noise = DirectionalNoise(
             **{n: torch.full((heads,), x, device=place.device, requires_grad=n != "nu") for n, x in values.items()}
         )
+        polar = RobustCall(q, k, v, noise, "student", m, forgotten=forgotten)
+        one, zero = torch.ones(heads, device=place.device), torch.zeros(heads, device=place.device)
+        plain = DirectionalNoise(zero, zero, zero, one, zero, tau=one * 4 * size**-0.5)
+        fox = RobustCall(q, k, v, plain, "exponential", residual_form="dot", forgotten=forgotten, constant=True)
         row: dict[str, Any] = {"context": context}
         for name, run in (
             ("sdpa", lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v, is_causal=True)),
-            ("polar", lambda q=q, k=k, v=v, m=m, n=noise: robust_attention(RobustCall(q, k, v, n, "student", m)).v_bar),
+            ("fox", lambda call=fox: robust_attention(call).v_bar),
+            ("polar", lambda call=polar: robust_attention(call).v_bar),
         ):
             forward, both = measured_passes(run, place.device)
             row |= {f"{name}_forward_ms": 1000 * forward, f"{name}_backward_ms": 1000 * (both - forward)}
