@@ -24,7 +24,7 @@ from polarlm.training.hardware import compiled_loss
 from polarlm.training.incidents import Incidents
 from polarlm.training.optimisers import build_optimiser, clip, gradients_of, total_norm
 from tests.gpu.claimed import GPU, Watch, claim, to_gpu
-from tests.gpu.claimed_inductor import inductor
+from tests.gpu.claimed_inductor import inductor, launches
 from tests.training.tiny_jobs import ROOT, composed
 
 claim()
@@ -35,6 +35,10 @@ COMPILED = os.environ.get("COMPILED", " ".join(EVERY)).split()
 ON_TRITON = {
     "fox", "polar", "polar_constant", "polar_paper", "rfa", "standard_forgetting", "xsa_forgetting",
 }  # fmt: skip
+
+
+# Most launches, forward and backward, of one layer, the embedding and the loss.
+LAUNCHES = {"polar": (38, 44), "standard_strong": (26, 41), "xsa_forgetting": (33, 44)}
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +119,8 @@ def test_a_compiled_step_is_one_graph_of_generated_code_with_our_kernels_in_it(t
         step(tokens, tokens, documents=None, reduction="sum").backward()
     forward, backward = codes
     assert "polarlm.linear_cross_entropy" in forward
+    most = LAUNCHES.get(block, (60, 80))
+    assert launches(forward) <= most[0] and launches(backward) <= most[1]
     if block in ON_TRITON:
         assert "polarlm.triton_forward" in forward and "polarlm.triton_backward" in backward
         assert "logsumexp" not in forward, "no chunk of plain attention"

@@ -5,12 +5,21 @@ What even this does not reach is listed in docs/scaling.md; tests/test_gpu_code.
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from polarlm.training.hardware import choose_accelerator, choose_compile, choose_precision, use_tensor_cores
+from polarlm.launch.accept import all_blocks
+from polarlm.training.hardware import (
+    choose_accelerator,
+    choose_compile,
+    choose_precision,
+    compiled_loss,
+    use_tensor_cores,
+)
 from tests.training.tiny_jobs import composed
 
 GPU = torch.device("cuda", 0)
@@ -178,14 +187,18 @@ def test_attention_on_a_gpu_takes_the_triton_kernels_and_stays_there(monkeypatch
     assert {backend for backend, _ in chosen} == {"triton", "flex"}
 
 
-@pytest.mark.parametrize(("world", "switches"), [(8, ()), (512, ()), (4, ("block.value_residual=true",))])
-def test_a_sharded_step_among_many_ranks(world, switches):
+nightly = pytest.mark.skipif("POLARLM_NIGHTLY" not in os.environ, reason="every block: POLARLM_NIGHTLY=1")
+EVERY = [pytest.param(4, f"block={name}", marks=nightly) for name in all_blocks()]
+
+
+@pytest.mark.parametrize(("world", "switch"), [(512, "block=polar"), (4, "block.value_residual=true"), *EVERY])
+def test_a_sharded_step_among_many_ranks(world, switch):
     """FSDP2's shards, norm and clipping as rank 0 of `world` sees them."""
     from polarlm.model.build import build_model
     from polarlm.training.optimisers import build_optimiser, clip, gradients_of, total_norm
     from tests.training.lonely_rank import rank_zero
 
-    config = composed_block("polar", *switches)
+    config = composed_block("polar", switch)
     model = build_model(config, 1024)
     whole = model.embedding.weight.shape[0]
     with rank_zero(world, model, config["optim"]) as module:
@@ -198,3 +211,29 @@ def test_a_sharded_step_among_many_ranks(world, switches):
         clip(gradients, total_norm(gradients), 1.0)
         optimiser.step()
         assert len(gradients) == len(list(module.model.parameters()))
+
+
+@pytest.mark.parametrize("block", ["standard", pytest.param("polar", marks=nightly)])
+def test_a_compiled_model_inside_ddp_has_its_own_gradients(tmp_path, block):
+    """DDP cuts the graph where its buckets end; here two of them, and the loss is one operator of ours."""
+    import torch.distributed as dist
+
+    from polarlm.model.build import build_model
+    from polarlm.training.module import LanguageModel
+
+    config = composed_block(block, "model.d_model=128", "model.n_layer=1")
+    model = build_model(config, 4096)
+    tokens = torch.randint(4096, (2, 16), generator=torch.Generator().manual_seed(0))
+    expected = torch.autograd.grad(model.loss(tokens, tokens, reduction="sum"), list(model.parameters()))
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    torch._dynamo.reset()
+    try:
+        module = LanguageModel(model)
+        module._loss = compiled_loss(model, backend="aot_eager")
+        module.forward = lambda batch: module.training_step(batch, 0)  # through which Lightning's DDP enters too
+        wrapped = torch.nn.parallel.DistributedDataParallel(module, bucket_cap_mb=1)
+        wrapped({"tokens": tokens, "targets": tokens, "counted": torch.tensor(1.0)}).backward()
+    finally:
+        dist.destroy_process_group()
+    for parameter, gradient in zip(model.parameters(), expected):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-4)
