@@ -158,6 +158,10 @@ def flat_block(block: Mapping[str, Any]) -> dict[str, Any]:
     if not is_parted(block):
         return flat
     parts = {name: dict(flat.pop(name)) for name in PARTS}
+    for name, part in parts.items():  # a setting that is newer than the old form counts where it is not the default
+        shipped = part_settings(name, part["kind"])
+        new = [key for key in part if key not in OLD and key != "kind" and part[key] == shipped.get(key, part)]
+        parts[name] = {key: value for key, value in part.items() if key not in new}
     kinds = {name: part.pop("kind") for name, part in parts.items()}
     symbols = {name: flat.pop(name) for name in SYMBOLS if name in flat}
     old = {name: list(default) if isinstance(default, tuple) else default for name, (_, default) in OLD.items()}

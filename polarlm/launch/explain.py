@@ -194,7 +194,7 @@ def _setting(part: str, key: str) -> str:
         [
             f"block.{part}.{key}: {_line_comment(_file(f'block/{part}', choices[0]), key) or PART_TITLES[part]}",
             f"  default   {_shown(default)}",
-            f"  allowed   {allowed(key)}",
+            f"  allowed   {allowed(key, default)}",
             f"  used by   {', '.join(f'block/{part}={choice}' for choice in choices)}",
         ]
     )
@@ -217,13 +217,14 @@ def _plain_setting(name: str) -> str:
     )
 
 
-def allowed(key: str) -> str:
-    """The range or the words of a setting."""
+def allowed(key: str, default: Any = True) -> str:
+    """The range or the words of a setting; where neither is known, the kind of its default."""
     limits = next((dict(f.metadata) for f in fields(BlockSettings) if f.name == key), {})
     if words := limits.get("choices"):
         return ", ".join(map(str, words))
+    kind = "true or false" if isinstance(default, bool) else "a word" if isinstance(default, str) else "a number"
     signs = {"at_least": "from", "above": "above", "at_most": "to", "below": "below"}
-    return " ".join(f"{sign} {limits[name]:g}" for name, sign in signs.items() if name in limits) or "true or false"
+    return " ".join(f"{sign} {limits[name]:g}" for name, sign in signs.items() if name in limits) or kind
 
 
 def _file(group: str, name: str) -> Path:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from polarlm.attention import PolarAttention
 from polarlm.attention.calibration import calibrate
 from polarlm.attention.mixer import KeyValueCache, MixerShape, TokenContext
+from polarlm.attention.parts import KINDS
 from polarlm.block_keys import OLD, PARTS, SYMBOLS
 from polarlm.errors import UserError, did_you_mean
 from polarlm.geometry import rotary_tables
@@ -169,9 +170,9 @@ def _size(**sizes: Any) -> GPTConfig:
 
 def _check_options(layer: type, options: dict[str, Any]) -> None:
     """Names of PolarAttention's options; the values are checked by PolarAttention itself."""
-    known = [*PARTS, *SYMBOLS, *OLD]
+    known = [*PARTS, *SYMBOLS, "frozen", "backend", *(name for part in KINDS.values() for name in part.arguments())]
     for name, value in options.items():
-        if name not in known or name == "project_stream":
+        if name not in known:
             near = did_you_mean(name, [*known, *inspect.signature(layer).parameters])
             raise UserError(f"{layer.__name__} has no argument '{name}'. {near}See PolarAttention for all.")
         if name in OLD and isinstance(OLD[name][1], bool) and not isinstance(value, bool):

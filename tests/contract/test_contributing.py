@@ -1,4 +1,4 @@
-"""The worked examples of docs/extending.md are true: applied to a copy, found by tests, trained; two files each."""
+"""The worked examples of docs/extending.md are true: applied to a copy, found by tests, trained; few files each."""
 
 import json
 import os
@@ -36,16 +36,18 @@ def apply(tree: Path, file: str, how: str, anchor: str | None, code: str) -> Non
         path.write_text(text.replace(anchor, code.rstrip("\n") + "\n" + anchor), encoding="utf-8")
 
 
-@pytest.mark.parametrize("section", ["A block", "An optimiser", "A metric", "A diagnostic"])
-def test_adding_something_touches_at_most_two_files(section):
-    files = {file for file, *_ in examples(section)}
-    assert 1 <= len(files) <= 2
-    assert SECTIONS[section].count("```") == 2 * len(examples(section))  # every block of code is applied
+def test_adding_something_touches_few_files():
+    touched = {section: {file for file, *_ in examples(section)} for section in SECTIONS}
+    setting = touched.pop("A setting of the polar block")
+    assert set(touched) == {"A block", "An optimiser", "A metric", "A diagnostic"}
+    assert len(setting) == 3 and all(1 <= len(files) <= 2 for files in touched.values())
+    for section in SECTIONS:
+        assert SECTIONS[section].count("```") == 2 * len(examples(section))  # every block of code is applied
 
 
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory) -> Path:
-    """A copy of the repository with all four examples in it."""
+    """A copy of the repository with all examples in it."""
     tree = tmp_path_factory.mktemp("extended") / "tree"
     tree.mkdir()
     for name in ("polarlm", "configs", "tests", "docs", "train.py", "pyproject.toml"):
@@ -69,7 +71,9 @@ def test_the_tests_of_a_copy_with_the_examples_find_and_accept_them(extended):
     # Of the contract, what a new block gets wrong most easily; all of it would be a minute more.
     contract = "difference and (past or cached or documents or float64 or record)"
     chosen = f"({contract}) or bits_per_character or (test_values and standard)"
+    chosen += " or max_step or a_bound or every_switch_of_the_yaml or every_setting_of_polar"
     files = ("tests/contract/test_block_contract.py", "tests/evaluation/test_metrics.py", "tests/diagnostics")
+    files += ("tests/attention/test_max_step.py", "tests/attention/test_oracle.py", "tests/fast/test_decoding.py")
     output = run(extended, "-m", "pytest", "-v", "-p", "no:xdist", "-k", chosen, *files)
     passed = [line for line in output.splitlines() if " PASSED" in line]
     assert sum("test_block_contract" in line and "[difference" in line for line in passed) >= 5
@@ -90,4 +94,11 @@ def test_a_run_uses_the_new_block_and_optimiser_and_writes_the_new_numbers(exten
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["status"] == "finished"
     assert summary["val/bits_per_character"] == pytest.approx(summary["val/bits_per_byte"])  # the text is ASCII
+    run(
+        extended, "train.py", "block=polar", "block.step.max_step=0.5", "data=text", f"data.path={text}",
+        "data.split.val=0.1", "tokenizer=byte", "logger=none", "model.d_model=16", "model.n_layer=1", "model.n_head=2",
+        "model.context=16", "trainer.max_steps=2", "trainer.batch_tokens=64", "name=bounded",
+    )  # fmt: skip
+    assert json.loads((extended / "runs" / "bounded" / "summary.json").read_text())["status"] == "finished"
+    assert "largest RMS" in run(extended, "-m", "polarlm", "explain", "block.step.max_step")
     assert "attention/largest_weight" in (folder / "diagnostics" / "probe.jsonl").read_text()

@@ -7,7 +7,7 @@ A retraction takes the step along the sphere instead: x+ - x = (m + beta dm) v+ 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -47,10 +47,8 @@ class PolarStep(Part):
         self.projection = cast(Projection, choice("projection", projection, PROJECTIONS))
         self.projector = cast(Field, choice("projector", projector, ("real", "complex")))
         self.retract = choice("retract", retract, RETRACTIONS)
-        self.alpha_over_m, self.alpha, self.evidence_clamp = alpha_over_m, alpha, evidence_clamp
-        clamp = evidence_clamp
-        if clamp is not None and (isinstance(clamp, bool) or not isinstance(clamp, (int, float)) or not clamp >= 0):
-            raise UserError(f"block.evidence_clamp is {clamp!r}; it must be a number of at least 0.")
+        self.alpha_over_m, self.alpha = alpha_over_m, alpha
+        self.evidence_clamp = limit("evidence_clamp", evidence_clamp)
         self.scalars = {"alpha": scalar("alpha", alpha)}
 
     def __call__(
@@ -120,6 +118,13 @@ class PolarStep(Part):
         """A projector needs a projection, and a bound on evidence one that weighs by it."""
         idle = {"projector"} if self.projection == "none" else set()
         return idle | ({"evidence_clamp"} if self.projection != "evidence" else set())
+
+
+def limit(name: str, value: Any) -> float | None:
+    """A number that is not negative, or None where there is no limit."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0):
+        raise UserError(f"block.{name} is {value!r}; it must be a number of at least 0, or null for no limit.")
+    return value
 
 
 def gated_mean(v: Tensor, gated_sum: Tensor, gate: Tensor) -> Tensor:
