@@ -31,10 +31,11 @@ def output(settings: dict, heads: int, groups: int) -> tuple[torch.Tensor, set[s
     """What a block with weights that depend on their names alone makes of one text, and what it calls idle."""
     shape = MixerShape(WIDTH, heads, groups, WIDTH // HEADS, layer=1, n_layer=3, rope_base=100.0)
     mixer = PolarAttention(shape, **settings).double()
+    weighed = settings["projection"] == "evidence" or {settings["consensus"], settings["uncertainty"]} != {"none"}
     with torch.no_grad():
         for name, parameter in mixer.named_parameters():
-            if name in ("estimator.eta_tk.raw", "estimator.sigma_t0.raw"):
-                continue  # matched noise has a common factor, which noise before the soft-plus would not keep
+            if not weighed and name in ("estimator.eta_tk.raw", "estimator.sigma_t0.raw"):
+                continue  # a common factor of both, which cancels, would not survive this noise before the soft-plus
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(0.2 * noise if parameter.dim() > 1 else parameter + 0.1 * noise)
@@ -96,5 +97,6 @@ def test_what_is_called_idle_changes_nothing_and_the_rest_does(number):
             actual, idle_there = output(settings | {name: value}, heads, groups)
         except UserError:
             continue
-        same = torch.allclose(actual, expected, rtol=1e-11, atol=1e-13)
+        # Scalars are stored in fp32: noises that are matched have a common factor to seven digits.
+        same = torch.allclose(actual, expected, rtol=1e-6, atol=1e-7)
         assert same == (name in idle and name in idle_there), f"block.{name}={value}: {'no' if same else 'an'} effect"
