@@ -15,7 +15,7 @@ import polarlm.launch.entry
 import polarlm.launch.evaluate
 import polarlm.launch.match
 import polarlm.launch.train
-import polarlm.report.figure
+import polarlm.report.pictures
 import polarlm.training.loggers.progress
 import polarlm.training.optimisers
 import polarlm.training.schedules

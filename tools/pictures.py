@@ -35,7 +35,7 @@ def draw_report() -> None:
 
     from polarlm.report.page import write_page
     from polarlm.report.payload import VALIDATED, build_payload
-    from polarlm.report.picture import write_picture
+    from polarlm.report.pictures import write_picture
     from polarlm.verdict.judgement import judge_groups
     from study.judge import chosen_value, labelled, seed_rows
     from study.summaries import as_run, read_summary

@@ -104,7 +104,7 @@ def train_and_print(config: dict[str, Any]) -> float:
     if sys.stderr.isatty():  # importing torch and Lightning is silent and takes seconds; the next line replaces this
         print("starting …", end="\r", file=sys.stderr, flush=True)
     from polarlm.launch.match import apply_match
-    from polarlm.report.figure import write_summary_png
+    from polarlm.report.pictures import write_summary_png
     from polarlm.training.loop import train_run
 
     result = train_run(apply_match(config), pictures=write_summary_png)

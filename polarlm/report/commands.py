@@ -134,7 +134,7 @@ def _write_all(arguments: argparse.Namespace, cache: dict, reload_seconds: float
     from polarlm.report.captions import shared_caption
     from polarlm.report.page import write_page
     from polarlm.report.payload import build_payload
-    from polarlm.report.picture import write_figures, write_picture
+    from polarlm.report.pictures import write_figures, write_picture
     from polarlm.report.tables import csv_report, json_report, latex_report, protocol_caption, text_report
     from polarlm.runs.reading import find_run_folders, read_runs
     from polarlm.verdict.groups import group_runs

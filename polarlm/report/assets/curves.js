@@ -150,21 +150,19 @@ function references(known, range) {
 const digits = (v) => Number(v.toPrecision(4)).toString();
 
 // Numbers stand in the page's order, not ranked: ranks are for the verdict.
-FIGURES.bits = () => {
-  const options = Object.entries(DATA.metrics).map(([value, metric]) => ({ value, text: metric.title }));
-  const name = choose("bits", "quantity", options, "bits_per_byte"), metric = DATA.metrics[name];
+// A validation metric of the table in polarlm/evaluation/metrics.py, or null where no run has it.
+function metricFigure(name) {
+  const metric = DATA.metrics[name];
   if (!metric) return null;
   const fair = metric.comparable || DATA.oneTokenizer, known = (run) => run.val[name] || [];
   return curveFigure("val", metric.title === metric.unit ? metric.unit : `${metric.title} (${metric.unit})`,
     metric.log ? (run) => known(run).map((v) => (v > 0 ? Math.log(v) : null)) : known,
     (ends, verb) => (fair ? `Validation ${metric.title} ${verb}: ` + perGroup(ends, digits) : `Validation ${metric.title} of different tokenizers: not comparable`),
-    metric.meaning + " " + DATA.validation, { back: metric.log ? Math.exp : undefined, reference: fair ? name : null });
-};
+    metric.meaning + (metric.log ? " Mean and interval are computed on logarithms." : "") + " " + DATA.validation, { back: metric.log ? Math.exp : undefined, reference: fair ? name : null });
+}
 
-FIGURES.perplexity = () => curveFigure("val", "perplexity", (run) => run.val.loss || [],
-  (ends, verb) => (DATA.oneTokenizer ? `Validation perplexity ${verb}: ` + perGroup(ends, digits) : "Perplexities of different tokenizers: not comparable"),
-  DATA.oneTokenizer ? "Per token. Mean and interval are computed on the loss and then exponentiated." : "Each tokenizer has its own tokens. Compare bits per byte.",
-  { back: Math.exp, reference: DATA.oneTokenizer ? "perplexity" : null });
+FIGURES.bits = () => metricFigure(choose("bits", "quantity", Object.entries(DATA.metrics).map(([value, metric]) => ({ value, text: metric.title })), "bits_per_byte"));
+FIGURES.perplexity = () => metricFigure("perplexity");
 
 // The number in a title is where the drawn curve ends, so a title says when that curve is smoothed.
 const smoothedWord = (name) => sentence(state.smoothing ? `smoothed ${name}` : name);

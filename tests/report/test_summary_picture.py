@@ -2,7 +2,7 @@
 
 import pytest
 
-from polarlm.report.figure import write_summary_png
+from polarlm.report.pictures import write_summary_png
 from tests.synthetic_runs import write_run
 
 
