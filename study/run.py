@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.errors import UserError
-from polarlm.jobs.engine import Place, Policy, run_jobs
+from polarlm.jobs.engine import Board, Place, Policy, run_jobs
 from polarlm.jobs.job import FINISHED, Ended, JobSpec
 from polarlm.runs.files import read_json
 from polarlm.runs.identity import known_runs
@@ -93,8 +93,9 @@ class Study:
         waiting = self.waiting()
         self.note_all()
         if waiting:
+            board = Board(len(waiting), place.at_once, rank=False)  # losses on different texts have no best
             run_jobs(
-                waiting, place, policy=policy, deadline=deadline, rank=False, on_end=self._ended, refill=self.waiting
+                waiting, place, policy=policy, deadline=deadline, board=board, on_end=self._ended, refill=self.waiting
             )
         return not self.waiting() and not self.failed
 

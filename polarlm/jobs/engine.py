@@ -88,16 +88,16 @@ def run_jobs(
     *,
     policy: Policy | None = None,
     deadline: float | None = None,
-    rank: bool = True,
+    board: Board | None = None,
     on_end: Callable[[JobSpec, Ended], None] | None = None,
     refill: Callable[[], Sequence[JobSpec]] | None = None,
     watch: Callable[[JobSpec], bool] | None = None,
 ) -> dict[str, Ended]:
     """Run every job; returns key → how it ended. A failed job does not stop the others unless `policy` says so.
 
-    At the `deadline` (of time.monotonic) running jobs save their state and stop, and have no entry. With `rank` the
-    table shows the best loss so far. `refill` names all jobs known after one has ended, most urgent first; those not
-    started yet are waiting. A job for which `watch` returns True is stopped.
+    At the `deadline` (of time.monotonic) running jobs save their state and stop, and have no entry. `refill` names all
+    jobs known after one has ended, most urgent first; those not started yet are waiting. A job for which `watch`
+    returns True is stopped. A `board` that is given counts these jobs among more.
     """
     policy = policy or Policy()
     waiting, running, begun = list({job.key: job for job in jobs}.values()), list[Running](), set[str]()
@@ -110,7 +110,8 @@ def run_jobs(
         if on_end:
             on_end(job, how)
 
-    with Board(len(waiting), place.at_once, rank) as board:
+    board = board or Board(len(waiting), place.at_once)
+    with board:
         try:
             while waiting or running:
                 if deadline is not None and time.monotonic() > deadline:
@@ -197,7 +198,7 @@ def _duration(one: Running) -> float:
 
 
 class Board:
-    """Counts jobs and tells about them on stderr."""
+    """Counts jobs and tells about them on stderr; with `rank` also the best loss so far."""
 
     def __init__(self, total: int, at_once: int, rank: bool = True) -> None:
         self.total, self.at_once = total, at_once

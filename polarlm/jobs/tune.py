@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from polarlm.errors import UserError
-from polarlm.jobs.engine import Policy, run_jobs
+from polarlm.jobs.engine import Board, Policy, run_jobs
 from polarlm.jobs.job import FINISHED, Ended, JobSpec
 from polarlm.jobs.places import add_place_options, chosen_place
 from polarlm.runs.files import json_lines
@@ -136,12 +136,13 @@ class Search:
             self.study.ask()
         for left in self.study.get_trials(states=(State.RUNNING,)):
             self.study.tell(left.number, state=State.FAIL)
+        board = Board(max(0, self.options.trials - len(self._over())), self.place.at_once)
         while (done := len(self._over())) < self.options.trials:
             end_of_batch = (done // self.batch + 1) * self.batch
             asked = [self._ask(number) for number in range(done, min(end_of_batch, self.options.trials))]
             jobs = {trial.number: self._job(trial) for trial in asked}
             policy = Policy(stop_on_failure=True, retries=self.options.retries)
-            ended = run_jobs(list(jobs.values()), self.place, policy=policy, watch=self._falls_behind)
+            ended = run_jobs(list(jobs.values()), self.place, policy=policy, board=board, watch=self._falls_behind)
             for trial in asked:
                 if (how := ended.get(jobs[trial.number].key)) is not None:
                     self._falls_behind(jobs[trial.number])  # also a run that ended before anybody looked

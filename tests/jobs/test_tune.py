@@ -83,6 +83,7 @@ def test_the_best_rate_is_found_and_bad_runs_are_stopped_early(search, capsys):
     stopped = [job for job in FakeJob.kept if job.returncode == -15]
     assert len(FakeJob.kept) == 12 and 0 < len(stopped) < 9
     assert output.err.count("behind the others") == len(stopped)
+    assert "job 1/12 finished" in output.err and "11 to go, about 0:00" in output.err and "job 12/12" in output.err
     assert min(job.loss for job in stopped) > best.loss
     assert (search.folder / "study.journal").exists()
 
