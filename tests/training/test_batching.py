@@ -1,6 +1,9 @@
+import time
+
 import pytest
 
 from polarlm.errors import UserError
+from polarlm.training import batching
 from polarlm.training.batching import plan_batches, total_steps
 
 
@@ -26,3 +29,11 @@ def test_max_tokens_wins_over_max_steps_and_rounds_up():
     assert total_steps(5, None, 64) == 5
     with pytest.raises(UserError, match="max_steps"):
         total_steps(0, None, 64)
+
+
+def test_on_a_crowded_machine_fewer_steps_are_timed(monkeypatch):
+    taken = []
+    monkeypatch.setattr(batching, "one_step", lambda config, vocabulary: lambda: taken.append(time.sleep(0.05)))
+    (seconds,) = batching.seconds_per_step([{}], 10, seconds=0.01)
+    assert batching.WARM_UP < len(taken) < batching.WARM_UP + batching.FEWEST
+    assert seconds >= 0.05
