@@ -131,9 +131,16 @@ def compose(loader: Any, config_name: str, overrides: Sequence[str]) -> Any:
 
 @lru_cache(maxsize=256)
 def _composed(loader: Any, config_name: str, overrides: tuple[str, ...]) -> Any:
+    from hydra.core.utils import JobRuntime
     from hydra.types import RunMode
 
-    return loader.load_configuration(config_name, list(overrides), run_mode=RunMode.RUN)
+    runtime = JobRuntime.instance()  # a program's own initialize_config_dir changes the name of its job
+    before = runtime.conf["name"]
+    runtime.set("name", "polarlm")
+    try:
+        return loader.load_configuration(config_name, list(overrides), run_mode=RunMode.RUN)
+    finally:
+        runtime.conf["name"] = before
 
 
 def named_choices(choices: Any) -> dict[str, Any]:
