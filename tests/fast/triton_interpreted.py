@@ -9,13 +9,15 @@ import os
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
 from polarlm.attention.robust import reference, robust_attention
 from polarlm.attention.robust.call import NOISE_ROWS
 from polarlm.errors import UserError
-from polarlm.fast import triton_backend, triton_kernels, triton_radial
+from polarlm.fast import triton_backend, triton_kernels, triton_radial, triton_tiles
 from polarlm.geometry import precision
 from tests.fast.cases import assert_same, make_case, run
 
@@ -269,6 +271,54 @@ def test_long_lags_and_switched_off_floors_stay_finite():
     for x in (*outputs.values(), *gradients.values()):
         assert x.isfinite().all()
     torch.testing.assert_close(outputs["v_bar"], expected["v_bar"], rtol=1e-3, atol=1e-4)
+
+
+@triton.jit
+def off(result, x, relative, absolute):
+    """The result up or down by an error, as the last bit of x falls."""
+    up = (x.to(tl.int32, bitcast=True) & 1).to(tl.float32) * 2 - 1
+    return result * (1 + relative * up) + absolute * up
+
+
+# 1/x, 2^x and log2 x with the largest errors that a GPU's instructions for them may have (PTX ISA).
+@triton.jit
+def rough_reciprocal(x, S: tl.constexpr):
+    return off(1 / x, x, 2**-23, 0.0)
+
+
+@triton.jit
+def rough_power2(x, S: tl.constexpr):
+    return off(tl.exp2(x), x, 2**-22, 0.0)
+
+
+@triton.jit
+def rough_logarithm2(x, S: tl.constexpr):
+    return off(tl.log2(x), x, 2**-22, 2**-22)
+
+
+ROUGH = {"reciprocal": rough_reciprocal, "power2": rough_power2, "logarithm2": rough_logarithm2}
+
+
+@pytest.mark.parametrize("learned", [False, *at_night(True)])
+def test_approximate_instructions_cost_no_accuracy(monkeypatch, learned):
+    case = make_case(queries=40, forgets=0.02, size=64, **SMALL)
+    if not learned:
+        case.noise.nu.requires_grad_(False).data.fill_(3.0)
+    exact = error_against_float64(case)
+    for module in (triton_tiles, triton_kernels):
+        for name in ROUGH.keys() & vars(module).keys():
+            monkeypatch.setattr(module, name, ROUGH[name])
+    rough = error_against_float64(case)
+    assert max(exact.values()) < 2e-6 and max(rough.values()) < 6e-6, (exact, rough)
+    assert exact != rough
+
+
+def error_against_float64(case):
+    """Largest error of every output and gradient, over its largest number."""
+    exact = case.each(Tensor.double)
+    truth, results = (run(x, backend, kernel="student") for x, backend in ((exact, "reference"), (case, "triton")))
+    pairs = [(name, t, r[name]) for t, r in zip(truth, results) for name, t in t.items()]
+    return {name: float((a - b).detach().abs().max() / a.detach().abs().max()) for name, a, b in pairs if a.any()}
 
 
 def test_frozen_noise_changes_no_other_gradient():
