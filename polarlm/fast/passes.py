@@ -25,8 +25,7 @@ from polarlm.operations import faster, plain
 from polarlm.startup import processor
 
 from .build import library
-from .native_backend import parallel, unbuilt
-from .operator import dense_channels
+from .native_backend import dense_channels, parallel, unbuilt
 
 WORTH_SHARING = 2**16  # numbers below which waking other threads costs more than they help
 WORTH_ANOTHER_PRODUCT = 64  # rows; finding oneDNN's code again takes some microseconds

@@ -17,7 +17,7 @@ from torch import Tensor
 from polarlm.attention.robust.call import NOISE_ROWS, RADIAL_ROWS, AttentionOutput, RobustCall
 from polarlm.geometry.precision import MIN_MAGNITUDE
 
-from .operator import dense_channels, differentiable, operator
+from .native_backend import dense_channels, differentiable, operator
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -49,6 +49,7 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(c.dropout)
         self.blocks = nn.ModuleList(self._block(layer, mixer, std) for layer in range(c.n_layer))
         self.rotary_dim = self._blocks()[0].mixer.rotary_dim
+        self._kept_rotary: tuple[Any, Rotary] | None = None
         self.norm = self.frame.final(c.d_model, c.norm_eps)
         self.head = linear(c.d_model, c.vocab_size, std)
         if c.tie_embeddings:
@@ -137,9 +138,21 @@ class GPT(nn.Module):
         start = cache.length if cache is not None else 0
         stop = start + tokens.shape[1]
         positions = torch.arange(start, stop, device=tokens.device)
-        if cache is None or cache.rotary is None or stop > len(cache.rotary[0]):  # the layers' caches refuse the last
+        if cache is None:
+            return positions, self._from_the_start(positions)
+        if cache.rotary is None or stop > len(cache.rotary[0]):  # the layers' caches refuse the last
             return positions, self._rotary(positions)
         return positions, (cache.rotary[0][start:stop], cache.rotary[1][start:stop])
+
+    def _from_the_start(self, positions: Tensor) -> Rotary:
+        """Tables of positions 0, 1, …; kept, because most passes have the length of the one before."""
+        # What is made while a graph is traced, or in inference mode, is of no use to other passes.
+        if type(positions) is not Tensor or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return self._rotary(positions)
+        key = (len(positions), positions.device, self.embedding.weight.dtype, self.rotary_dim, self.config.rope_base)
+        if self._kept_rotary is None or self._kept_rotary[0] != key:
+            self._kept_rotary = key, self._rotary(positions)
+        return self._kept_rotary[1]
 
     def _rotary(self, positions: Tensor) -> Rotary:
         # Tables are in the weights' precision, but never below fp32 (float64 only in gradient checks).

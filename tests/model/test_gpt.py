@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from polarlm.attention import PolarAttention, StandardAttention
 from polarlm.errors import UserError
+from polarlm.geometry import rotary_tables
 from polarlm.model import GPT, GPTConfig
 from polarlm.model.gpt import document_positions, embedding_std
 
@@ -157,3 +158,16 @@ def test_post_norm_gives_every_layer_a_stream_of_unit_size(mixer):
     for layer in record:
         for name in ("residual_in", "residual_mid", "residual_out"):
             torch.testing.assert_close(layer[name].square().mean(-1), torch.ones(2, 16), rtol=1e-2, atol=1e-2)
+
+
+def test_a_pass_has_the_rotary_tables_of_its_own_length_and_precision():
+    model, tokens = GPT(GPTConfig(11, 8, 16, 1, 2), PolarAttention), torch.arange(9)[None] % 11
+    with torch.inference_mode():
+        model(tokens[:, :5])
+    model.loss(tokens[:, :5], tokens[:, 1:6]).backward()  # tables of inference mode could not be differentiated through
+    for length, dtype in ((9, torch.float32), (5, torch.float32), (5, torch.float64)):
+        model.to(dtype)
+        cos, sin = model._from_the_start(torch.arange(length))
+        expected = rotary_tables(torch.arange(length), model.rotary_dim, model.config.rope_base, dtype=dtype)
+        assert torch.equal(cos, expected[0]) and torch.equal(sin, expected[1])
+        assert model._from_the_start(torch.arange(length))[0] is cos
