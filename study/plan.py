@@ -61,7 +61,7 @@ class Question:
     margin: float | None = setting(0.005, above=0)
     tune: Tuning | None = None
     show: str = setting("differences", choices=("differences", "levels"))  # the table: comparisons, or every mean
-    fit: bool = False  # fit the metric against training compute over the parts
+    fit: float | None = setting(None, above=0)  # fit the metric against training compute, and extend it to these FLOPs
     in_all: bool = True  # false: only when it is asked for by name (for newcomers, wants a GPU, or is decided)
     name: str = ""
 

@@ -143,6 +143,7 @@ def levels_table(answer: Answer) -> str:
 
 def fit_lines(answer: Answer) -> list[str]:
     """The laws of loss against compute, a row per block; why there are none while sizes are missing."""
+    assert answer.question.fit is not None
     baseline = answer.question.baseline
     rungs = settings_of_parts(answer.parts, baseline)
     laws, picture = fit_laws(rungs), "![Loss against training compute, and the gap to the baseline](study/compute.svg)"
@@ -150,8 +151,9 @@ def fit_lines(answer: Answer) -> list[str]:
         sizes = len({rung.size for rung in rungs})
         missing = f"No law is fitted: all blocks were trained at {sizes} of the {SIZES} sizes that it takes at least."
         return [missing, "", picture]
-    ends = [rungs[0].flops[baseline], rungs[-1].flops[baseline]]
+    ends = [rungs[0].flops[baseline], rungs[-1].flops[baseline], answer.question.fit]
     titles = [f"{kind} at {end:.1e} FLOPs" for end in ends for kind in ("gap", "gain")]
+    titles[-2:] = [f"extrapolated: {title}" for title in titles[-2:]]
     rows = [["block", "exponent", *titles], ["---"] * (2 + len(titles))]
     for block in laws.exponent:
         cells = [f"`{block}`", _with_interval(laws, laws.exponent[block], ".4f")]

@@ -76,7 +76,7 @@ def test_a_rung_counts_with_the_seeds_that_all_blocks_have():
 def made_answer(sizes=(1000, 4000, 16000)) -> results.Answer:
     """Rungs of these sizes, at which both blocks follow LAWS but for a seed's luck."""
     asked, made = question(), Summary("blocks")
-    asked = replace(asked, fit=True, show="levels", parts={f"size_{n}": asked.parts["letters"] for n in sizes})
+    asked = replace(asked, fit=1e9, show="levels", parts={f"size_{n}": asked.parts["letters"] for n in sizes})
     for size in sizes:
         for seed in asked.seeds:
             for block, (scale, exponent) in LAWS.items():
@@ -93,6 +93,9 @@ def test_the_page_says_the_laws_or_how_many_sizes_are_missing():
     (cells,) = [line.split("|") for line in text.splitlines() if line.startswith("| `polar` |")]
     gap = LAWS["polar"][0] * 6e6 ** -LAWS["polar"][1] - LAWS["standard"][0] * 6e6 ** -LAWS["standard"][1]
     assert float(cells[3].split("(")[0].replace("−", "-")) == pytest.approx(gap, abs=2e-3)
+    beyond = LAWS["polar"][0] * 1e9 ** -LAWS["polar"][1] - LAWS["standard"][0] * 1e9 ** -LAWS["standard"][1]
+    assert "extrapolated: gap at 1.0e+09 FLOPs" in text
+    assert float(cells[7].split("(")[0].replace("−", "-")) == pytest.approx(beyond, abs=0.02)
     few = results.section(made_answer((1000, 4000)), {})
     assert "No law is fitted: all blocks were trained at 2 of the 3 sizes" in few and "`polar` |" in few
 
