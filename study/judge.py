@@ -39,6 +39,11 @@ class Line:
     sentence: str
     gains: tuple[Gain, ...] = ()
 
+    @property
+    def identities(self) -> frozenset[str]:
+        """Which runs these are, wherever they are listed."""
+        return frozenset(row["identity"] for row in self.rows)
+
 
 @dataclass(frozen=True)
 class JudgedPart:

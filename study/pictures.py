@@ -78,7 +78,7 @@ def overview_bars(answers: Sequence[Answer]) -> list[Bar]:
             for line in judged.lines:
                 bar = _bar(answer.question.name, name, part, line)
                 if bar is not None and line.comparison is not None:
-                    pair = (_identities(line), _identities(lines[line.comparison.baseline]))
+                    pair = (line.identities, lines[line.comparison.baseline].identities)
                     bars.setdefault(pair, bar)
     order = list(GROUPS)
     return sorted(bars.values(), key=lambda bar: order.index(bar.group))
@@ -111,10 +111,6 @@ def _bar(question: str, name: str, part: Any, line: Line) -> Bar | None:
         return None
     parameters = float(line.rows[0]["parameters"])
     return Bar(group, label, mean, low, high, joint, outcome, parameters, (question, name, line.variant))
-
-
-def _identities(line: Line) -> frozenset[str]:
-    return frozenset(row["identity"] for row in line.rows)
 
 
 def marker_of(parameters: float) -> str:

@@ -37,6 +37,7 @@ into `configs/study` before the runs; exceptions are marked. Learning rates are 
 """
 LISTED = 4  # settings without runs that are named
 MERGED_FROM = 7  # compared variants of a setting from which those that show nothing share a row
+MERGED_FROM_OF_SEARCHES = 4  # the same in questions outside `all`
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def commentary(summaries: Path, name: str) -> str:
     """docs/study/<name>.md: what is written by hand. Numbers in braces are filled in from the rows."""
     path = summaries / f"{name}.md"
     text = path.read_text(encoding="utf-8").strip() if path.exists() else ""
-    return re.sub(r"(?<!\n)\n *(?![\n#!-])", " ", text)  # a paragraph is one line: filled-in numbers need no wrapping
+    return re.sub(r"(?<!\n)\n *(?![\n#!|-])", " ", text)  # a paragraph is one line: filled-in numbers need no wrapping
 
 
 def section(answer: Answer, numbers: Mapping[str, Mapping[str, JudgedPart | None]]) -> str:
@@ -192,7 +193,8 @@ def part_rows(question: Question, part: Part, judged: JudgedPart) -> list[list[s
         ]
     ladder = part.compare == "previous"
     open_ = [line for line in compared if line.outcome not in ("better", "worse")]
-    merged = open_ if len(compared) >= MERGED_FROM and len(open_) > 2 and not ladder else []
+    many = MERGED_FROM if question.in_all else MERGED_FROM_OF_SEARCHES
+    merged = open_ if len(compared) >= many and len(open_) > 2 and not ladder else []
     rows = []
     for line in compared:
         c = line.comparison
@@ -248,20 +250,23 @@ def savings(gains: Sequence[Gain]) -> str:
 
 
 def details(answers: Sequence[Answer]) -> str:
-    """One collapsed table: the searches, the seeds and the commands of every setting."""
+    """One collapsed table: the searches, the seeds and the commands of every setting, each run where it comes first."""
     lines = [
         "## Seeds, searches and commands",
         "",
-        "<details><summary>One row per setting</summary>",
+        "<details><summary>One row per setting; runs that several questions share are listed once</summary>",
         "",
         "| setting | result of every seed; tuned value and validation loss (nats) of every value tried | command |",
         "| --- | --- | --- |",
     ]
+    listed: set[str] = set()
     for answer in answers:
         for name, judged in answer.parts.items():
-            if judged is not None:
-                said = "<br>".join(line_details(line) for line in judged.lines)
-                lines.append(f"| {answer.question.name}/{name} | {said} | `{shared_command(judged)}` |")
+            new = [line for line in judged.lines if not line.identities <= listed] if judged else []
+            listed.update(*(line.identities for line in new))
+            if new:
+                said = "<br>".join(map(line_details, new))
+                lines.append(f"| {answer.question.name}/{name} | {said} | `{shared_command(new)}` |")
     return "\n".join([*lines, "", "</details>"])
 
 
@@ -279,9 +284,9 @@ def is_at_an_end(line: Line) -> bool:
     return len(line.tried) > 1 and line.value in (min(line.tried), max(line.tried))
 
 
-def shared_command(judged: JudgedPart) -> str:
+def shared_command(lines: Sequence[Line]) -> str:
     """One command for a whole setting: what all variants share, with the seeds; `…` stands for the variant's own."""
-    words = [command(line.rows).split() for line in judged.lines]
+    words = [command(line.rows).split() for line in lines]
     shared = [word for word in words[0] if all(word in other for other in words)]
     own = any(set(other) - set(shared) for other in words)
     return " ".join(shared) + (" …" if own else "")

@@ -205,6 +205,13 @@ def test_the_search_decides_which_seeds_count():
     assert line.value == 2e-3 and line.losses == {1: 1.0} and judged.finding == "standard: 1 bits per byte"
 
 
+def test_runs_that_two_settings_share_are_listed_once():
+    asked, judged = question(), judge_part(question(), "letters", summary())
+    asked.parts["again"] = asked.parts["letters"]
+    text = results.details([results.Answer(asked, {"letters": judged, "again": judged}, "")])
+    assert "| blocks/letters |" in text and "blocks/again" not in text
+
+
 def test_a_best_value_at_the_end_of_the_search_is_said():
     made, asked = Summary("blocks"), question(tune={"values": [1e-3, 2e-3]})
     for value, loss in ((1e-3, 2.0), (2e-3, 1.0)):
