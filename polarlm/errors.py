@@ -1,4 +1,4 @@
-"""The one error a command-line user is meant to read, and the one way of naming what they may have meant."""
+"""UserError, the error for users of the command line, and suggestions for mistyped names."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The door to polarlm/fast: plain functions under a name, which a faster version of the same function may stand in for.
+"""Operations: named plain functions that polarlm/fast may replace by faster versions.
 
     @operation                      # geometry, attention, model: what is computed, in plain torch
     def rotate(x, cos, sin): ...
 
-    @faster(rotate)                 # polarlm/fast: the same numbers sooner; `otherwise` is the plain function
+    @faster(rotate)                 # polarlm/fast: the same numbers, faster; `otherwise` is the plain function
     def rotate_natively(otherwise, x, cos, sin): ...
 
 The model calls `rotate`. Behind a closed door (`with closed():`, or POLARLM_FAST=0 for a whole process), and without

@@ -1,4 +1,4 @@
-"""One way to say what a group of settings may hold: a dataclass is the schema, its fields carry types and ranges.
+"""Checked settings: a dataclass is the schema of a group, its fields have types and ranges.
 
 @dataclass(frozen=True)
 class Split:

@@ -1,4 +1,4 @@
-"""Before the libraries are imported: Lightning without libraries that nobody uses, and what the processor can do.
+"""Runs before the libraries are imported: faster imports of Lightning, and checks of the processor.
 
 Lightning imports torchmetrics, which imports scipy and transformers, when they are installed, for metrics that nothing
 here uses: half of the time until a command begins to work. Programs say `skip_unused_libraries()` before they import

@@ -1,4 +1,4 @@
-"""Which runs a question takes: those of the search first, then, with each variant's best value, its seeds."""
+"""The runs of a question: first those of the search, then the seeds with each variant's best value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers in the hand-written paragraphs: `{difference characters/polar}` becomes what the rows say.
+"""Numbers in the hand-written paragraphs: `{difference characters/polar}` is replaced by the number of the rows.
 
 A paragraph cannot disagree with the table below it, because both read the same rows:
 

@@ -1,4 +1,4 @@
-"""The plan as data: configs/study/<question>.yaml says what is asked, how it is decided and which runs it takes."""
+"""The plan as data: configs/study/<question>.yaml states the question, the rule that decides it and its runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A finished run as one small row: what it was, what it reached, what it cost, how to make it again."""
+"""A finished run as one small row: its settings, results, cost and command."""
 
 from __future__ import annotations
 

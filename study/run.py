@@ -1,4 +1,4 @@
-"""Carrying out the plan: what is missing is trained, what was interrupted goes on, what is there is only counted."""
+"""Carries out the plan: trains missing runs, resumes interrupted ones and skips finished ones."""
 
 from __future__ import annotations
 

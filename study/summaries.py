@@ -1,12 +1,12 @@
 """docs/study/<question>.json: every run of a question as a row.
 
-What several have in common stands once, so that the files stay small and a difference is easy to see:
+Values that several rows share are stored once, so that files are small and differences easy to see:
 
 {"question": …,
  "settings": {of all runs}, "parts": {part: {"settings": {of its runs}, "variants": {variant: {its own}}}},
  "groups": [{"part": …, "variant": …, "stage": …, what its rows share, "runs": [{the rest of a row}, …]}, …]}
 
-A group that is another part's too is written there and here only named ("same_as").
+A group that two parts share is stored in one of them; the other names it ("same_as").
 """
 
 from __future__ import annotations

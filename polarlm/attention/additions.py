@@ -1,6 +1,6 @@
-"""Two additions that a mixer of any kind can carry: a gate per head, and values that remember the first layer's.
+"""Two additions for any mixer: a gate per head, and values mixed with those of the first layer.
 
-Both start without a say of their own: a fresh gate is 1, and fresh layers share values by halves.
+A fresh gate is 1, so it starts without effect. A fresh layer takes half of its values from the first layer.
 """
 
 from __future__ import annotations

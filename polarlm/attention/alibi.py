@@ -1,4 +1,4 @@
-"""ALiBi (Press et al. 2022): no rotation; a penalty that grows linearly with the lag, at another rate in every head."""
+"""ALiBi (Press et al. 2022): no rotation; a penalty linear in the lag, with a different slope in each head."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The convention of `initialisation` held by measurement: a fresh attention branch adds the same, whatever its idea.
+"""Calibrates W_o, so that every fresh attention branch adds a step of the same RMS (see `initialisation`).
 
-Weights differ from block to block, and with them how much an average of independent values shrinks (by 20 % between
-the shipped blocks, far more between switches). So the scale of W_o is not guessed: the fresh mixer reads a random
-stream of a fixed length once, and W_o is scaled until what leaves it has the convention's RMS.
+Attention weights differ between blocks, and so does the RMS of an average of independent values (by 20 % between the
+shipped blocks, far more between their settings). The scale of W_o is therefore measured: the fresh mixer reads a random
+stream of fixed length once, and W_o is scaled to give the RMS of the convention.
 """
 
 from __future__ import annotations

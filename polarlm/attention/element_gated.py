@@ -1,6 +1,6 @@
-"""Gated attention with a gate per channel (Qiu et al. 2025): what leaves the heads is multiplied by sigmoid(W_g x).
+"""Gated attention with a gate per channel (Qiu et al. 2025): the heads' output is multiplied by sigmoid(W_g x).
 
-The published best of its variants; `gated` has one gate per head, which starts at 1.
+The best published variant; `gated` has one gate per head, which starts at 1.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Forgetting attention (FoX, Lin et al. 2025): soft-max attention in which every token decides how much is forgotten.
+"""Forgetting attention (FoX, Lin et al. 2025): softmax attention with content-dependent forget gates.
 
 A key at j reaches a query at i with the logit q.k/sqrt(Dh) + the sum of log lambda over the tokens j+1 … i, where
-lambda_t = sigmoid(w_h . x_t + b_h) is the gate of polarlm/attention/parts/forgetting.py. As published there are no
-other positions.
+lambda_t = sigmoid(w_h . x_t + b_h) is the gate of polarlm/attention/parts/forgetting.py. As published, it has no
+other positional encoding.
 """
 
 from __future__ import annotations

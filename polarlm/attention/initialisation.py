@@ -1,4 +1,4 @@
-"""How large fresh matrices are: one convention for every block, so that blocks are compared and not their scales.
+"""Initial scales of matrices: one convention for every block, so that comparisons do not depend on them.
 
 `width`: a hidden matrix has deviation 1/sqrt(fan_in), so unit-RMS inputs give unit-RMS outputs at any width; the 2L
 maps that add to the residual stream are smaller by sqrt(2L), so that all of them together add a fixed variance; W_o is

@@ -1,9 +1,9 @@
-"""Algorithm 1 exactly as printed: one head, d -> 2d, and every slip of the text left in, to show what the slips do.
+"""Algorithm 1 exactly as printed: one head, d -> 2d, with all errata of the text, to show their effect.
 
 Kept on purpose (numbers of docs/theory.md): the magnitude is an L2 norm (E4); C is used as if it were a cosine
 although |q| = |k| = r (E2); the radial logit lacks its exponent nu_r + 1 (E1); P_T(v) = I - v v^H is applied to |v| = r
 without 1/r^2 (E6) and with the complex product (E7); no 1/r in the update (E5). `m` in the radial residual, whose
-broadcast the text leaves open (E3), is the query's. Use `polar` to train a model; this block is evidence.
+broadcast the text does not define (E3), is the query's. Use `polar` to train a model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From the residual stream to heads: queries, keys and values where attention wants them."""
+"""From the residual stream to heads: queries, keys and values in the layout of attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""xPos (Sun et al. 2022): RoPE whose modes also fade with the lag, the fast ones soonest."""
+"""xPos (Sun et al. 2022): RoPE whose modes also decay with the lag, fast modes first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exclusive Self Attention (Zhai 2026): what a head brings back never includes the token's own value direction."""
+"""Exclusive Self Attention (Zhai 2026): the output of a head has no component along the token's own value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a corpus's configuration to its prepared tokens: find the text, split it, tokenise it once, open it for ever."""
+"""From a corpus's configuration to its prepared tokens: find the text, split it, tokenise it once, cache it."""
 
 from __future__ import annotations
 

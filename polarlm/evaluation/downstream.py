@@ -1,4 +1,4 @@
-"""Does it carry over to anything but loss? Minimal pairs of grammar, last words, whole documents.
+"""Downstream tasks: Minimal pairs of grammar, last words, whole documents.
 
 The conventions are those of lm-evaluation-harness, so that numbers can be compared: a context is encoded by itself, the
 continuation is what the encoding of both adds to it; without a context an end-of-text token stands before it; what is

@@ -1,4 +1,4 @@
-"""Text out of a model: sampling with the usual dials, one cached step per token, as a stream."""
+"""Text generation: sampling with the usual options, one cached step per token, as a stream."""
 
 from __future__ import annotations
 

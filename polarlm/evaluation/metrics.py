@@ -1,7 +1,7 @@
-"""The one table of metrics: what is counted on a text, and every number that is made of these counts.
+"""The one table of metrics: the counts on a text, and every number computed from them.
 
-A row of `METRICS` is all there is to a metric: validation, `eval.py`, the final table, metrics.jsonl, wandb, the
-report and its CSV read this table. Nothing heavy is imported here, so that everybody can.
+A metric is one row of `METRICS`: validation, `eval.py`, the final table, metrics.jsonl, wandb, the
+report and its CSV read this table. It imports nothing heavy, so any module can import it.
 """
 
 from __future__ import annotations

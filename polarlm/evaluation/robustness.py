@@ -1,4 +1,4 @@
-"""A text made harder: longer windows than in training, wrong tokens in what is read, documents in random order."""
+"""Robustness: longer windows than in training, corrupted input tokens, documents with shuffled tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model says about every token of a text, read in windows: the raw material of all protocols.
+"""Losses of every token of a text, read in windows; all protocols use them.
 
 A window holds `context` tokens; the next begins `stride` tokens later and scores only what the one before could not
 reach. So every target has at least context − stride tokens before it (at the beginning of the text: all there are).

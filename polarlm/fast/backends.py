@@ -1,6 +1,6 @@
 """Robust attention: one function, several backends that give the same numbers.
 
-`reference` writes the mathematics down; every other backend is tested against it on outputs and gradients. A backend is
+`reference` follows the equations; every other backend is tested against it on outputs and gradients. A backend is
 a function of a RobustCall, and one that says why it cannot take a call.
 """
 

@@ -1,7 +1,7 @@
-"""Decoding one token at a time: a whole layer in one native call, where it is a usual one.
+"""Decoding one token at a time, with a whole layer in one native call.
 
-That is pre-norm, GELU or SwiGLU, plain maps that nobody listens to, and a mixer that a recipe below can put in numbers.
-The numbers are read when a text's first token is decoded and hold for that text: a cache outlives no change of weights.
+This needs pre-norm, GELU or SwiGLU, linear maps without hooks, and a mixer that one of the recipes below covers.
+Scalars are read at the first token of a text and kept for it, so do not change weights while a cache is in use.
 """
 
 from __future__ import annotations

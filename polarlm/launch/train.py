@@ -141,10 +141,10 @@ def final_table(summary: dict[str, Any], folder: Path, sample: str | None) -> st
 def next_steps(folder: Path) -> str:
     """What to type after a single run: write text, evaluate, compare."""
     commands = [
-        (f'python -m polarlm generate {folder} --prompt "The "', "write more text"),
-        (f"{typed_command('eval')} checkpoint={folder} protocol=length", "read longer contexts than it was trained on"),
+        (f'python -m polarlm generate {folder} --prompt "The "', "generate more text"),
+        (f"{typed_command('eval')} checkpoint={folder} protocol=length", "evaluate on longer contexts"),
         (f"{typed_command('train')} -m block=standard,xsa,polar seed=1,2,3", "train three blocks on three seeds"),
-        (f"python -m polarlm compare {folder.parent}", "then compare them: report.html"),
+        (f"python -m polarlm compare {folder.parent}", "compare them in report.html"),
     ]
     return "\n".join(["", "  next", *(f"    {command}\n      {why}" for command, why in commands)])
 

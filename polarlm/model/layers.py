@@ -3,7 +3,7 @@
 layer = PolarSelfAttention(d_model=512, n_head=8)
 y = layer(x)                                        # (B, T, 512) -> (B, T, 512), causal
 
-Rotary positions are made inside. Both are the modules that GPT is built of; nothing is computed differently here.
+Both apply rotary positions themselves. They are the same modules that GPT uses.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Captions made from the settings of the runs: what all share, what each block sets itself, how it was measured."""
+"""Captions made from the settings of the runs: settings that all share, settings of each block, and the protocol."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What `eval.py` left in the run folders: curves (position, length, corruption, calibration …) and numbers."""
+"""Results of `eval.py` in the run folders: curves (position, length, corruption, calibration …) and numbers."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

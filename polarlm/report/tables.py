@@ -1,4 +1,4 @@
-"""The final table, the differences in configuration and the list of runs: once as cells, then as text, CSV or JSON."""
+"""The final table, the differences in configuration and the list of runs: as cells, text, CSV, JSON or LaTeX."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""The judgement as the page draws it: a forest of differences, a response curve, a waterfall."""
+"""Data of the verdict's figures: forest plot, response curve, waterfall."""
 
 import math
 from collections.abc import Sequence

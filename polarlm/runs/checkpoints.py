@@ -1,4 +1,4 @@
-"""Checkpoints that survive a kill at any moment, notice damage, and never execute code when loaded.
+"""Checkpoints that survive a kill at any moment, detect damage and never execute code when loaded.
 
 checkpoints/step_00000300.ckpt    the last few; torch's zip format, every record with its checksum
 checkpoints/shards/               what FSDP's processes wrote of them, each for itself (runs/shards.py)

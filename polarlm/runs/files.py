@@ -1,4 +1,4 @@
-"""The small files of a run folder: written so that a kill leaves nothing half-done, read without trusting them."""
+"""The small files of a run folder: written atomically and read without trusting them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A run's folder: which one a configuration goes to, and how it is opened.
+"""Chooses, creates and opens the folder of a run.
 
-It appears whole or not at all, belongs to one writer, and goes on only with what it began.
+A folder is created atomically, has one writer, and resumes only with the settings and data it was started with.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which settings make a run what it is, the name that follows from it, and finding runs and sweeps by them."""
+"""The settings that identify a run, its name, and finding runs and sweeps by them."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Checkpoints that several processes write together (FSDP): each the rows that it holds, nobody the whole.
+"""Checkpoints that several processes write together (FSDP): each process writes its own rows.
 
 checkpoints/step_00000300.ckpt                                 everything else, and the checksums of
 checkpoints/shards/step_00000300/weights_00001.safetensors     process 1's rows of every weight
 checkpoints/shards/step_00000300/optimiser_00001.safetensors   and of every tensor of the optimiser's state
 
-The .ckpt is written last: the checkpoint is there whole or not at all, and `last.ckpt` and `best.ckpt` are other names
-of that small file. In it a tensor that lies in the shards is {"sharded": its name there}. Processes hold rows in the
+The .ckpt is written last, so a checkpoint is complete or absent. `last.ckpt` and `best.ckpt` are other names of that
+small file. In it, a tensor that is stored in the shards is {"sharded": its name there}. Processes hold rows in the
 order of their numbers, so a whole tensor is its pieces one below the other.
 """
 

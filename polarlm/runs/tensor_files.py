@@ -1,4 +1,4 @@
-"""Tensors in safetensors files with a checksum: written in one step, read only when every bit is right."""
+"""Tensors in safetensors files with a checksum: written atomically, read only if the checksum is right."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What makers publish about their GPUs: memory, links, and dense peak FLOP/s; importable without torch.
+"""Published data of GPUs: memory, links, and dense peak FLOP/s; importable without torch.
 
-One table for both the plan of a run on GPUs that are not here and the MFU of a run on one that is. Peaks are the data
+Used to plan runs and to compute MFU. Peaks are the data
 sheets' dense numbers (half of what is given "with sparsity") of matrix products that accumulate in fp32. Links are per
 GPU and direction (half of a data sheet's "total bandwidth"): NVLink or PCIe inside a node, and the network adapters of
 the maker's own 8-GPU machine between nodes (cards that have none: 10 Gbit/s).

@@ -1,4 +1,4 @@
-"""A run on GPUs that are not here, put together: batches, memory, communication, time."""
+"""The plan of a run on GPUs: batches, memory, communication, time."""
 
 from __future__ import annotations
 

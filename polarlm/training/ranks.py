@@ -1,7 +1,7 @@
-"""How the processes of one run agree on its folder before they can talk: rank 0 chooses, the others are told.
+"""How the processes of one run agree on its folder before they can talk: rank 0 chooses and announces it.
 
-Lightning starts its own processes with rank 0's environment. torchrun starts all at once: they meet at the store that
-its agent keeps. SLURM does too: there a file on the shared disk, named after the job step, carries the name.
+Lightning starts its own processes with rank 0's environment. torchrun starts all at once, so they use the store of
+its agent. With SLURM, a file on the shared disk, named after the job step, carries the name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FSDP2 whose processes write and read their own rows of a checkpoint (runs/shards.py); no process holds the whole."""
+"""FSDP2 whose processes write and read their own rows of a checkpoint (runs/shards.py); none holds the whole model."""
 
 from __future__ import annotations
 

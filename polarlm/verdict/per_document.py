@@ -1,6 +1,7 @@
-"""Documents as a second sample: what `eval.py protocol=documents` kept, for the runs of two groups.
+"""Comparisons over documents, from the records of `eval.py protocol=documents` for the runs of two groups.
 
-This is said beside a verdict and does not decide it: the verdict speaks of this text, this of text like it. A loss on a
+This adds to a verdict and does not decide it: a verdict holds for this text, a comparison over documents for similar
+text. A loss on a
 corpus is a ratio of sums: nats of all documents over their bytes (or tokens). Differences are ours − theirs in nats per
 unit of `sizes`; divide by ln 2 for bits.
 """

@@ -1,7 +1,8 @@
-"""Forgetting led by the content: every token says, per head, how much of all that came before it still counts.
+"""Content-dependent forget gates: every token sets, per head, the share of earlier evidence that is kept.
 
-lambda_t = sigmoid(w_h . x_t + b_h), and what a key at j tells a query at i counts lambda_{j+1} ... lambda_i times as
-much: the fading memory of a filter whose state may change abruptly (docs/theory.md). Sums of log lambda suffice.
+The gate is lambda_t = sigmoid(w_h . x_t + b_h). The weight of a key at j for a query at i is multiplied by
+lambda_{j+1} ... lambda_i: the memory of a filter whose state may change abruptly (docs/theory.md). The code adds log
+lambda.
 """
 
 from __future__ import annotations

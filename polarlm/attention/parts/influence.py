@@ -1,4 +1,4 @@
-"""Steps 4 and 5 of Algorithm 1: how much a key's distance lets it say, and the robust mean that follows from it."""
+"""Steps 4 and 5 of Algorithm 1: the robust weight of a key given its distance, and the robust mean."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Step 8 of Algorithm 1: back to the residual stream, by a matrix W_o or by W_v transposed.
 
-`tie_output`: W_o = W_v^T, W_v with orthonormal columns (docs/theory.md E11): a tangent step stays one in the stream.
-<z, W_o Delta> = <W_v z, Delta> = m <v, Delta>: what Polar projects away in latent coordinates is then gone in the
-residual stream too, and W_o W_v = I carries the latent state back exactly. PyTorch's orthogonal parametrisation keeps
+`tie_output`: W_o = W_v^T, W_v with orthonormal columns (docs/theory.md E11): a tangent step is tangent in the stream.
+<z, W_o Delta> = <W_v z, Delta> = m <v, Delta>: what Polar removes in latent coordinates is then removed from the
+residual stream too, and W_o W_v = I maps the latent state back exactly. PyTorch's orthogonal parametrisation keeps
 W_v on its manifold, whatever the optimiser does.
 """
 

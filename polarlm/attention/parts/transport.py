@@ -1,15 +1,14 @@
-"""Step 2 of Algorithm 1: into a frame where vectors can be compared, by position (RoPE) or led by the content (G.2).
+"""Step 2 of Algorithm 1: transport into a common frame, by position (RoPE) or by content (G.2).
 
-How fast each mode of each head turns with position: one bank for all, one slice of a bank per head (Appendix D.1; RFA's
-spectrally coupled variant: slow heads first), or learned (Appendix F). Key heads own the frequencies; a query turns
-with the key head it looks at.
+The rotation frequencies are shared by all heads, one slice of a bank per head (Appendix D.1; RFA's spectrally coupled
+variant: slow heads first), or learned (Appendix F). They belong to the key heads; a query uses those of its key head.
 
-`rotary` is RoPE. `phases`: every token adds angles of its own to RoPE's; they commute, so a cumulative sum does it.
-`unitary`: every token applies R_s = D_s [I + (e^{i phi_s} - 1) a_s a_s^dagger] with RoPE's D_s and an axis and angle of
-its own. These do not commute. With C_s = D_s ... D_1 the product is U_t = C_t W_t, W_t = H_t ... H_1, where
+`rotary` is RoPE. `phases`: every token adds its own angles to RoPE's; they commute, so a cumulative sum is enough.
+`unitary`: every token applies R_s = D_s [I + (e^{i phi_s} - 1) a_s a_s^dagger] with RoPE's D_s and its
+own axis and angle. These do not commute. With C_s = D_s ... D_1 the product is U_t = C_t W_t, W_t = H_t ... H_1, where
 H_s = I + (e^{i phi_s} - 1) b_s b_s^dagger and b_s = C_{s-1}^{-1} a_s: RoPE, then the products of `unitary_products`.
 Either way q, k and v enter the frame one by one and the estimate leaves it again: x -> U^dagger x, v_bar -> U v_bar.
-Angles start at zero, so a fresh block is the rotary one bit for bit.
+Angles start at zero, so a fresh block is bit-identical to the rotary one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Robust attention in plain torch: `reference` writes the mathematics down, `streaming` needs less memory.
+"""Robust attention in plain torch: `reference` follows the equations, `streaming` needs less memory.
 
-polarlm/fast has backends that give the same numbers sooner.
+polarlm/fast has faster backends with the same results.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Robust attention as the paper writes it: every N×N quantity in the open, any device, float64 capable. The oracle.
+"""Robust attention as in the paper, with all N×N quantities, on any device and in any precision: the tests' reference.
 
 Shapes as in call.py; D = G·Dh is the whole value.
 """

@@ -1,6 +1,6 @@
-"""Robust attention in plain torch with memory O(N·chunk): the reference on chunks of queries, formed again backward.
+"""Robust attention in plain torch with memory O(N·chunk): the reference on chunks of queries.
 
-For devices without kernels of their own and machines without a C++ compiler; clear rather than fast.
+Chunks are recomputed in the backward pass. For devices without kernels and machines without a C++ compiler.
 """
 
 from __future__ import annotations

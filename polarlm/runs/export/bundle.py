@@ -1,4 +1,4 @@
-"""The source of a model in one file: what polarlm's modules define, in the order in which they need each other.
+"""The source of a model in one file: what polarlm's modules define, in the order of their dependencies.
 
 transformers copies modeling_*.py beside the weights and refuses a file that imports a package which is not installed.
 So every definition of polarlm that the model reaches is written into one file, without imports from polarlm. Names that

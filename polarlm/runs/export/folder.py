@@ -1,4 +1,4 @@
-"""`polarlm export <run> --to hf`: weights, configuration, code, tokenizer and a model card; and the way back."""
+"""`polarlm export <run> --to hf`: weights, configuration, code, tokenizer and a model card; and `polarlm import`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Loggers and callbacks that a configuration names (groups `logger` and `callbacks`), built and kept from doing harm.
+"""Loggers and callbacks that a configuration names, built so that their failure cannot stop a run.
 
 A yaml holds one section with a `_target_`; its other keys are passed on. {folder}, {name}, {group}, {tags}, {varied}
 and {config} in their values stand for the run's own. metrics.jsonl (json_lines.py) is the record of a run: every other
-logger gets a copy of its rows, and one that fails is left out with one warning while training goes on.
+logger gets a copy of its rows, and a logger that fails is dropped with one warning.
 """
 
 from __future__ import annotations

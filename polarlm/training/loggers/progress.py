@@ -1,4 +1,4 @@
-"""What a person sees while a model trains: one live bar in a terminal, a line now and then elsewhere."""
+"""The progress of training: one live bar in a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
