@@ -241,9 +241,15 @@ def check_relations(config: dict[str, Any]) -> None:
             f"sample.temperature={config['sample']['temperature']} must be 0 (the most likely token) or at least "
             f"{LEAST_TEMPERATURE}."
         )
+    block, context = config["block"], config["model"]["context"]
+    if str(block["_target_"]).endswith(".XPosAttention") and 64 * block["scale"] < context:
+        raise UserError(
+            f"block.scale={block['scale']} with model.context={context}: the factors of xPos leave fp32; choose a "
+            f"block.scale of at least {context / 64:g}."
+        )
     plan, steps = plan_run(config)
     build_schedule(config["schedule"], steps * plan.tokens)
-    limit, context = read_data_config(config["data"]).max_bytes, config["model"]["context"]
+    limit = read_data_config(config["data"]).max_bytes
     if limit is not None and limit <= context:
         raise UserError(
             f"data.max_bytes={limit} is not enough text for model.context={context}; give more bytes than the context "

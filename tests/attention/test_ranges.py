@@ -24,7 +24,9 @@ def config_of(*settings: str) -> dict:
     return job.config
 
 
-@pytest.mark.parametrize("block", ["polar", "polar_paper", "polar_literal", "polar_uncertainty", "rfa", "standard"])
+@pytest.mark.parametrize(
+    "block", ["polar", "polar_paper", "polar_literal", "polar_uncertainty", "rfa", "rfa_published", "xpos", "standard"]
+)
 def test_the_ends_of_every_range_give_finite_losses_and_gradients(block):
     config = config_of(f"block={block}")
     tokens = torch.arange(64).reshape(2, 32) % 50
