@@ -31,11 +31,12 @@ class Sampling:
             "top_k": self.top_k is None or self.top_k >= 1,
             "top_p": self.top_p is None or 0 < self.top_p <= 1,
             "min_p": self.min_p is None or 0 <= self.min_p <= 1,
-            "repetition_penalty": self.repetition_penalty > 0,
+            "repetition_penalty": 0.01 <= self.repetition_penalty <= 100,
             "seed": -(2**63) <= self.seed < 2**63,
         }
         allowed = (
-            "temperature 0 or ≥ 0.001, top_k ≥ 1, 0 < top_p ≤ 1, 0 ≤ min_p ≤ 1, repetition_penalty > 0, |seed| < 2^63"
+            "temperature 0 or ≥ 0.001, top_k ≥ 1, 0 < top_p ≤ 1, 0 ≤ min_p ≤ 1, 0.01 ≤ repetition_penalty ≤ 100, "
+            "|seed| < 2^63"
         )
         for name, right in checks.items():
             if not right:
@@ -61,7 +62,7 @@ def filter_logits(logits: Tensor, sampling: Sampling, before: Sequence[int] = ()
     if sampling.top_p is not None and sampling.top_p < 1:
         ordered, order = logits.sort(descending=True)
         mass_before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        logits = logits.index_fill(0, order[mass_before >= sampling.top_p], -torch.inf)
+        logits = logits.index_fill(0, order[1:][mass_before[1:] >= sampling.top_p], -torch.inf)
     if sampling.min_p:
         p = logits.softmax(-1)
         logits = logits.masked_fill(p < sampling.min_p * p.max(), -torch.inf)

@@ -23,6 +23,7 @@ from polarlm.locations import choices_of
 from polarlm.model.config import GPTConfig
 from polarlm.settings import check_value, checked_value, plain_settings
 
+PER_HEAD = {f.name for f in fields(BlockSettings) if "PerHead" in str(f.type)}
 LEAST_TEMPERATURE = 1e-3  # logits divided by less are no numbers
 
 
@@ -115,6 +116,8 @@ def check_key(group: str, key: str, value: Any, shipped: dict[str, Any], schema:
     if key not in shipped:
         names = [f"{group}.{other}" for other in shipped if not other.startswith("_") and other != "kind"]
         raise UserError(f"{name} is not an option. {did_you_mean(name, names)}".strip())
+    if key == "_target_" and value != default:
+        raise UserError(f"{name}={value!r} can't be typed: a class is chosen by the name of its yaml.")
     if key in {f.name for f in fields(schema)}:
         return check_value(schema, key, value, group)
     # A default of null or a list says nothing about the type.
@@ -247,6 +250,10 @@ def check_relations(config: dict[str, Any]) -> None:
             f"block.scale={block['scale']} with model.context={context}: the factors of xPos leave fp32; choose a "
             f"block.scale of at least {context / 64:g}."
         )
+    heads = config["model"]["n_head"]
+    for key, value in (pair for part in (block, *block.values()) if isinstance(part, dict) for pair in part.items()):
+        if key in PER_HEAD and isinstance(value, list) and len(value) not in (1, heads):
+            raise UserError(f"block.{key} has {len(value)} values; give one number, or one per head ({heads}).")
     plan, steps = plan_run(config)
     build_schedule(config["schedule"], steps * plan.tokens)
     limit = read_data_config(config["data"]).max_bytes

@@ -46,7 +46,7 @@ class TrainerSettings:
 class OptimSettings:
     """What the keys of optimisers mean, whichever optimiser has them (see `check_open`)."""
 
-    lr: float = setting(above=0, at_most=100)
+    lr: float = setting(at_least=1e-12, at_most=100)
     weight_decay: float = setting(at_least=0, at_most=1000)
     estimator_lr_factor: float = setting(at_least=0, at_most=1000)
     lr_base_width: int | None = setting(at_least=1)

@@ -96,6 +96,8 @@ def add_parser(verbs: Any) -> None:
 
 def compare(arguments: argparse.Namespace) -> int:
     """Carry out the verb; returns the exit code."""
+    from polarlm.runs.reading import MAX_NUMBER
+
     if arguments.watch is not None and arguments.watch <= 0:
         raise UserError(f"--watch {arguments.watch:g}: give a positive number of seconds")
     if arguments.published is not None and not arguments.metric:
@@ -103,8 +105,9 @@ def compare(arguments: argparse.Namespace) -> int:
         raise UserError(f"{given}: name its metric, for example --metric test/perplexity {given}")
     for name, least in (("margin", 0.0), ("seeds", 1), ("published", 0.0)):
         value = getattr(arguments, name)
-        if value is not None and value <= least:
-            raise UserError(f"--{name} {value:g}: give a number above {least:g}")
+        if value is not None and not least < value < MAX_NUMBER:
+            shown = f"{value:g}" if isinstance(value, float) else str(value)[:40]
+            raise UserError(f"--{name} {shown}: give a number above {least:g}")
     if arguments.figure and arguments.figure != "all" and not arguments.picture:
         raise UserError(f"--figure {arguments.figure}: add --picture FILE.png, .svg or .pdf")
     if arguments.picture and arguments.figure != "all" and arguments.picture.suffix[1:] not in FORMATS:

@@ -21,7 +21,7 @@ def test_filters_keep_what_they_promise():
     p = LOGITS.softmax(-1)  # 0.644, 0.237, 0.087, 0.032, 0
     assert kept() == [0, 1, 2, 3, 4]
     assert kept(top_k=2) == [0, 1]
-    assert kept(top_p=float(p[0]) + 0.01) == [0, 1] and kept(top_p=0.01) == [0]
+    assert kept(top_p=float(p[0]) + 0.01) == [0, 1] and kept(top_p=0.01) == kept(top_p=1e-320) == [0]
     assert kept(min_p=0.1) == [0, 1, 2] and kept(min_p=1.0) == [0]
     assert kept(top_k=3, min_p=0.3) == [0, 1]
     assert torch.equal(filter_logits(LOGITS, Sampling(temperature=2.0)), LOGITS / 2)
@@ -34,7 +34,15 @@ def test_a_repetition_penalty_makes_seen_tokens_less_likely_on_both_sides_of_zer
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"temperature": -1}, {"top_k": 0}, {"top_p": 0}, {"min_p": 2}, {"repetition_penalty": 0}]
+    "wrong",
+    [
+        {"temperature": -1},
+        {"top_k": 0},
+        {"top_p": 0},
+        {"min_p": 2},
+        {"repetition_penalty": 1e-320},
+        {"repetition_penalty": 1e308},
+    ],
 )
 def test_impossible_dials_are_named(wrong):
     with pytest.raises(UserError, match=next(iter(wrong))):

@@ -42,7 +42,8 @@ WRONG_VALUES = {
     "trainer.strategy": "dpp null true fsdp2",
     "trainer.compile": "maybe null 1 yess",
     "trainer.deterministic": "maybe null 1",
-    "optim.lr": "0 -1e-3 fast null nan inf true",
+    "optim.lr": "0 -1e-3 fast null nan inf true 1e-320",
+    "optim._target_": "os.system ''",
     "optim.weight_decay": "-1 null heavy inf 1e30 1e6",
     "optim.eps": "0 -1e-8 null 1e-320 1e30",
     "optim.betas": "[0.9] 0.9 null [0.9,1.0] [0.9,-0.1] [0.9,x] [0.9,0.95,0.99]",
@@ -53,6 +54,7 @@ WRONG_VALUES = {
     "schedule.final_factor": "-3 2 null x",
     "logger.wandb.mode": "sometimes null true",
     "logger.wandb.project": "null a/b ''",
+    "logger.wandb.save_dir": "'\0'",
     "diagnostics.every": "-1 null 1.5",
     "diagnostics.tokens": "0 -1 null 1e15",
     "diagnostics.length": "0 null x 1e15",
@@ -105,7 +107,8 @@ WRONG_BLOCK_VALUES = {
     "block.transport.rotate_values": "maybe 1",
     "block/inputs": "perhaps",
     "block.precision.mu_spread": "wide",
-    "block.nu": "0 -1 x [1,-2] null inf",
+    "block.nu": "0 -1 x [1,-2] null inf [] [1,2,3]",
+    "block._target_": "os.system ''",
     "block.precision.sigma_t0": "-1 x",
     "block.eta": "-0.1 x",
     "block.m_inf": "-1 null",
@@ -210,6 +213,14 @@ EVAL = [
     (["checkpoint=x", "cache_dir=null"], "cache_dir"),
     (["checkpoint=x", "sed=1"], "seed"),
 ]
+COMPARE = [
+    "--margin=nan",
+    "--margin=1e400",
+    "--margin=0",
+    "--published=nan --metric=val/loss",
+    "--seeds=1",
+    "--watch=0",
+]
 CASES = [(["train.py", f"{key}={value}"], key) for key, text in WRONG_VALUES.items() for value in text.split()]
 CASES += [
     (["train.py", "block=polar", f"{key}={value}"], key)
@@ -218,6 +229,7 @@ CASES += [
 ]
 CASES += [(["train.py", *arguments], word) for arguments, word in OTHERS]
 CASES += [(["eval.py", *arguments], word) for arguments, word in EVAL]
+CASES += [(["polarlm", "compare", "runs", *text.split()], text.partition("=")[0]) for text in COMPARE]
 
 
 @pytest.fixture(scope="module")
