@@ -1,6 +1,7 @@
 """One convention of initial scales for every block and width, so that blocks are compared and not their scales."""
 
 import math
+import os
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.contract.conftest import BLOCKS, mixer_of
 # The printed algorithm's slips include its scales, nGPT normalises what leaves a branch, a tied output has no scale.
 CALIBRATED = [name for name in BLOCKS if name not in ("polar_literal", "ngpt", "polar_output_tied")]
 LAYERS, CONTEXT = 4, 64
+WIDTHS = [64, 128, 256, 512, 1024] if "POLARLM_NIGHTLY" in os.environ else [64, 512]
 
 
 def rms(x: torch.Tensor) -> float:
@@ -37,7 +39,7 @@ def branch(make, width: int) -> dict[str, float]:
     return {"values": rms(record["v"]), "out": rms(out)}
 
 
-@pytest.mark.parametrize("width", [64, 128, 256, 512, 1024])
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", CALIBRATED)
 def test_every_attention_branch_adds_what_the_convention_says(name, width):
     measured = branch(mixer_of(name), width)
