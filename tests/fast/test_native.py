@@ -432,7 +432,7 @@ def test_a_folder_that_others_can_write_holds_no_code(answers, monkeypatch):
         path.unlink()
     uid = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: uid + 1)  # the folders belong to another user
-    with pytest.raises(build.NotBuilt, match="only you can write"):
+    with pytest.raises(build.NotBuilt, match="writable only by you"):
         answer()
 
 

@@ -13,6 +13,7 @@ import torch
 import yaml
 from torch.optim import Optimizer
 
+from polarlm.attention import MixerShape, PolarAttention
 from polarlm.block_keys import current_block, flat_block
 from polarlm.launch.overrides import config_loader, plan_jobs
 from polarlm.runs.export.folder import import_run
@@ -50,6 +51,19 @@ def test_an_old_run_is_read_in_todays_words():
     assert settings["block.nu"] == 5 and settings["block.beta"] == 0.2
     assert settings["block.influence"] == "student" and settings["block.radial.radial_correlation"] == "qk"
     assert "block.influence.nu_t" not in settings  # it is the symbol on top
+
+
+def test_parameters_are_listed_as_they_were():
+    """By this order optimiser states in checkpoints are numbered."""
+    every = dict(head_gate=True, value_residual=True, norm_gain="channel", frequencies="learned", transport="unitary")
+    every |= dict(radial="own", uncertainty="carry", radial_flow="equilibrium", norm_position="post")
+    block = PolarAttention(MixerShape(16, 4, 2, 4, 1, 3), **every, mu_r=0.1, widen_k=0.2, tau=1.0, frozen=[])
+    matrices = "q_gain k_gain frequencies.log_frequency qk.weight v.weight out.weight forget.weight forget.offset "
+    matrices += "head_gate.weight value_residual.share transport.angles.weight transport.axes.weight"
+    scalars = "nu_t prior_share context_power relax_a relax_b widen_q widen_k radius m_inf m_eq mu_r nu_r eta_rq eta_rk"
+    scalars += " sigma_r0 alpha beta eta_tk eta_tq sigma_t0 mu gain"
+    expected = [*matrices.split(), *(f"estimator.{name}.raw" for name in scalars.split())]
+    assert [name for name, _ in block.named_parameters()] == expected
 
 
 def test_old_settings_and_todays_are_one_experiment():

@@ -36,8 +36,8 @@ KINDS: dict[str, type[Part]] = {
 # The order in which a block lists its scalars, by which optimisers in checkpoints number them; new ones come last.
 SCALARS = (
     "nu_t", "tau", "prior_share", "context_power", "precision_0", "relax_a", "relax_b", "widen_q", "widen_k",
-    "eta_tk", "eta_tq", "sigma_t0", "mu",
-    "radius", "m_inf", "m_eq", "mu_r", "nu_r", "eta_rq", "eta_rk", "sigma_r0", "alpha", "beta", "gain",
+    "radius", "m_inf", "m_eq", "mu_r", "nu_r", "eta_rq", "eta_rk", "sigma_r0", "alpha", "beta",
+    "eta_tk", "eta_tq", "sigma_t0", "mu", "gain",
 )  # fmt: skip
 
 
