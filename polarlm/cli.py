@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import polarlm
-from polarlm.errors import JobsLeft, UserError, did_you_mean, is_wrong_input
+from polarlm.errors import JobsLeft, UserError, did_you_mean
 from polarlm.printing import visible_stdout, visible_text
 from polarlm.startup import skip_unused_libraries
 
@@ -40,10 +40,10 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
-        wrong = is_wrong_input(error)
-        why = str(error) if wrong else f"{type(error).__name__}: {error} (--debug shows the traceback)"
-        print(f"error: {visible_text(why)}", file=sys.stderr)
-        return 2 if wrong else 1
+        from polarlm.launch.entry import exit_code, message
+
+        print(f"error: {visible_text(message(error))}", file=sys.stderr)
+        return exit_code(error)
 
 
 class Parser(argparse.ArgumentParser):

@@ -99,19 +99,19 @@ def run_jobs(
     jobs known after one has ended, most urgent first; those not started yet are waiting. A job for which `watch`
     returns True is stopped. A `board` that is given counts these jobs among more.
     """
-    policy = policy or Policy()
-    waiting, running, begun = list({job.key: job for job in jobs}.values()), list[Running](), set[str]()
+    policy, waiting = policy or Policy(), list({job.key: job for job in jobs}.values())
+    counted = board or Board(len(waiting), place.at_once)
+    running, begun = list[Running](), set[str]()
     ended: dict[str, Ended] = {}
     attempts: dict[str, int] = {}
 
     def end(job: JobSpec, how: Ended) -> None:
         ended[job.key] = how
-        board.ended(job, how)
+        counted.ended(job, how)
         if on_end:
             on_end(job, how)
 
-    board = board or Board(len(waiting), place.at_once)
-    with board:
+    with counted:
         try:
             while waiting or running:
                 if deadline is not None and time.monotonic() > deadline:
@@ -125,7 +125,7 @@ def run_jobs(
                 free = [job for job in waiting[: max(0, place.at_once - len(running))]]
                 waiting = waiting[len(free) :]
                 begun |= {job.key for job in free}
-                running += _begin(free, place, board, end)
+                running += _begin(free, place, counted, end)
                 if running and not place.waits:
                     raise JobsLeft
                 time.sleep(POLL if running else 0)
@@ -140,7 +140,7 @@ def run_jobs(
                     running.remove(one)
                     if isinstance(one.handle, Elsewhere):  # finished by the other process, or ours to resume
                         how = reuse_finished(one.job)
-                        board.forget(one.job)
+                        counted.forget(one.job)
                         if how is None:
                             waiting.insert(0, one.job)
                             continue
@@ -148,15 +148,15 @@ def run_jobs(
                         how = outcome_of(one.job, code, _duration(one))
                     tried = attempts[one.job.key] = attempts.get(one.job.key, 0) + 1
                     if how.status == FAILED and how.code != 2 and tried <= policy.retries:
-                        board.retry(one.job, how)
+                        counted.retry(one.job, how)
                         waiting.insert(0, one.job)
                     else:
                         end(one.job, how)
                 if len(ended) > before and refill:
                     again = {job.key for job in waiting} & begun
                     waiting = [job for job in refill() if job.key not in begun or job.key in again]
-                    board.total = len(begun) + sum(job.key not in begun for job in waiting)
-                board.refresh()
+                    counted.total = len(begun) + sum(job.key not in begun for job in waiting)
+                counted.refresh()
         except KeyboardInterrupt:
             if place.outlives and running:
                 raise JobsLeft from None

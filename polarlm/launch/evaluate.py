@@ -17,7 +17,7 @@ from polarlm.errors import UserError, did_you_mean, typed_command
 from polarlm.evaluation.metrics import METRICS, formatted
 from polarlm.printing import aligned
 
-# What PROTOCOLS of launch/protocols.py answers; here so that a wrong name is told before anything heavy is imported.
+# launch/protocols.py has a function for each; here so that a wrong name is told before anything heavy is imported.
 PROTOCOL_NAMES = (
     "windows", "sliding", "position", "frequency", "length", "corruption", "shuffled", "calibration", "confidence",
     "documents", "rolling", "blimp", "lambada",
@@ -95,13 +95,13 @@ def find_checkpoints(places: Sequence[str]) -> list[str]:
 
 def judge(checkpoint: str, names: Sequence[str], options: dict[str, Any]) -> list[dict[str, Any]]:
     """The records of one checkpoint, printed and written to its run folder."""
-    from polarlm.launch.protocols import PROTOCOLS, EvaluationTask, corpus_for
+    from polarlm.launch import protocols
     from polarlm.runs.measurements import write_evaluation
     from polarlm.runs.restore import restore_run
 
     run = restore_run(checkpoint, options["device"])
     split = options["split"]
-    corpus = corpus_for(run, options)
+    corpus = protocols.corpus_for(run, options)
     if split not in corpus.splits:
         raise UserError(f"split={split} does not exist; this corpus has {', '.join(corpus.splits)}")
     if corpus.probe is not None and (set(names) != {"windows"} or options["tokens"] or options["context"]):
@@ -109,11 +109,11 @@ def judge(checkpoint: str, names: Sequence[str], options: dict[str, Any]) -> lis
             f"data={corpus.name} is a task whose targets are answers, not the next tokens: evaluate it as a "
             "whole, with protocol=windows"
         )
-    task = EvaluationTask(run, corpus, split, options)
+    task = protocols.EvaluationTask(run, corpus, split, options)
     print(f"{run.folder}  ({run.weights.name})")
     records = []
     for name in names:
-        answer = PROTOCOLS[name](task)
+        answer = getattr(protocols, f"run_{name}")(task)
         protocol = {
             "name": name,
             "data": corpus.name if options.get("data") else run.config["choices"]["data"],

@@ -1,6 +1,6 @@
-"""The questions `eval.py` can ask a run, by the names people type; each is answered by a function of evaluation.
+"""The questions `eval.py` can ask a run: protocol=NAME is answered by run_NAME, with a function of evaluation.
 
-A new protocol is one function there and one here.
+A new protocol is one function there, one here, and its name in launch/evaluate.py.
 """
 
 from __future__ import annotations
@@ -179,26 +179,13 @@ def run_downstream(file: str, name: str, judge: Callable[..., dict[str, Any]], t
     return Answer(asked, {name: judge(task.run.model, task.run.tokenizer, rows)})
 
 
+run_blimp = partial(run_downstream, BLIMP_FILE, "blimp", blimp)
+run_lambada = partial(run_downstream, LAMBADA_FILE, "lambada", lambada)
+
+
 def _plain(task: EvaluationTask) -> dict[str, Any]:
     tokens = len(task.scores.nats) if "scores" in task.__dict__ else len(task.text.tokens) - 1
     return {"stride": task.context, "tokens": tokens}
-
-
-PROTOCOLS: dict[str, Callable[[EvaluationTask], Answer]] = {
-    "windows": run_windows,
-    "sliding": run_sliding,
-    "position": run_position,
-    "frequency": run_frequency,
-    "length": run_length,
-    "corruption": run_corruption,
-    "shuffled": run_shuffled,
-    "calibration": run_calibration,
-    "confidence": run_confidence,
-    "documents": run_documents,
-    "rolling": run_rolling,
-    "blimp": partial(run_downstream, BLIMP_FILE, "blimp", blimp),
-    "lambada": partial(run_downstream, LAMBADA_FILE, "lambada", lambada),
-}
 
 
 def corpus_for(run: RestoredRun, options: dict[str, Any]) -> Corpus:
