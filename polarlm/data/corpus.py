@@ -138,7 +138,7 @@ def build_corpus(
                 build_store(folder, prepared, tokens, source, fingerprint, section_bytes)
                 corpus = Corpus(folder, json.loads((folder / MANIFEST).read_text()))
     if config.streaming:
-        plan = SplitPlan(**json.loads((corpus.folder / "plan.json").read_text()))
+        plan = _stored_plan(corpus.folder) or plan_splits(source, prepared.split)
         corpus.stream = (open_source(config, cache), plan)
     return corpus
 
@@ -287,10 +287,22 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def _plan(partial: Path, source: Source, config: DataConfig) -> SplitPlan:
-    path = partial / "plan.json"
-    if not isinstance(json_or_none(path), dict):
-        write_sorted_json(path, asdict(plan_splits(source, config.split)))
-    return SplitPlan(**json.loads(path.read_text()))
+    plan = _stored_plan(partial)
+    if plan is None:
+        plan = plan_splits(source, config.split)
+        write_sorted_json(partial / "plan.json", asdict(plan))
+    return plan
+
+
+def _stored_plan(folder: Path) -> SplitPlan | None:
+    """The plan that a store was divided by; None where its file is missing or damaged."""
+    stored = json_or_none(folder / "plan.json")
+    try:
+        plan = SplitPlan(**stored)
+    except TypeError:
+        return None
+    known = plan.rule in ("own", "hash", "position") and isinstance(plan.low, int) and isinstance(plan.high, int)
+    return plan if known else None
 
 
 def _tokenizer(partial: Path, tokens: TokenizerConfig, source: Source, plan: SplitPlan) -> Tokenizer:

@@ -177,10 +177,12 @@ def build_sections(
 def finished_section(folder: Path, number: int) -> dict[str, Any] | None:
     """The record of a section whose files are all there with the right checksums, else None."""
     record = json_or_none(folder / f"section-{number:05d}.json")
-    if not isinstance(record, dict):
+    try:
+        known = {"end", "exhausted", "empty_documents"} <= record.keys()
+        whole = all(shard_damage(folder, shard) is None for shard in record["splits"].values())
+    except (AttributeError, KeyError, TypeError):  # a damaged record
         return None
-    shards = record["splits"].values()
-    return record if all(shard_damage(folder, shard) is None for shard in shards) else None
+    return record if known and whole else None
 
 
 def shard_damage(folder: Path, shard: dict[str, Any]) -> str | None:

@@ -138,6 +138,14 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "manifest lies about tokens": lambda folder: _edit(folder / "manifest.json", '"tokens": ', '"tokens": 1'),
     "manifest lies about shards": lambda folder: _edit(folder / "manifest.json", '"shards": [', '"shards": [3,'),
     "section record cut": lambda folder: (_cut(folder / "section-00001.json"), _cut(folder / "train-00001.bin")),
+    "section record of nothing": lambda folder: (
+        (folder / "section-00001.json").write_text("{}"),
+        _cut(folder / "train-00002.bin"),
+    ),
+    "section record without checksums": lambda folder: (
+        _edit(folder / "section-00001.json", '"sha256"', '"md5"'),
+        _cut(folder / "train-00002.bin"),
+    ),
     "tokenizer cut": lambda folder: _cut(folder / "tokenizer" / "tokenizer.json"),
     "tokenizer description cut": lambda folder: _cut(folder / "tokenizer" / "polarlm_tokenizer.json"),
     "tokenizer changed": lambda folder: _edit(folder / "tokenizer" / "tokenizer.json", 'strip":false', 'strip":true'),
@@ -145,6 +153,11 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "shard cut": lambda folder: _cut(folder / "train-00000.bin"),
     "shard gone": lambda folder: (folder / "val-00000.docs").unlink(),
     "plan cut": lambda folder: (_cut(folder / "plan.json"), _cut(folder / "train-00001.bin")),
+    "plan of nothing": lambda folder: ((folder / "plan.json").write_text("{}"), _cut(folder / "train-00001.bin")),
+    "plan without a number": lambda folder: (
+        _edit(folder / "plan.json", '"low": ', '"low": null, "was": '),
+        _cut(folder / "train-00001.bin"),
+    ),
 }
 
 
