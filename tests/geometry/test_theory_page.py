@@ -5,6 +5,9 @@ import re
 from functools import cache
 from pathlib import Path
 
+import pytest
+import yaml
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "theory.md").read_text(encoding="utf-8")
 # The families of identities: transport, kernel, causality, geometry, heads, radial, extensions, model.
@@ -37,7 +40,7 @@ def test_every_named_function_exists():
 
 def test_every_row_names_code_and_a_test():
     rows = [line for line in PAGE.split("## Every identity")[0].splitlines() if line.startswith("| ")]
-    rows = [row for row in rows if not row.startswith(("| paper", "| C.1"))]
+    rows = [row for row in rows if not row.startswith(("| paper", "| C.1", "| block", "| `rfa"))]
     assert len(rows) > 50
     for row in rows:
         assert re.search(r"\.py:\w", row) and "::test_" in row, row
@@ -51,8 +54,19 @@ def test_every_numbered_statement_appears():
         assert statement in PAGE
     for step in range(1, 8):
         assert f"step {step}," in PAGE
-    for appendix in "ABCDEFG":
-        assert f"## Appendix {appendix}:" in PAGE
+    sections = re.findall(r"^##+ (3\.\d|Appendix [A-G])", PAGE, flags=re.MULTILINE)
+    assert sections == [f"3.{n}" for n in range(1, 7)] + [
+        f"Appendix {letter}" for letter in "ABCDEFG"
+    ]  # the paper's order
+
+
+def test_the_page_says_which_block_is_which_rfa():
+    told = dict(re.findall(r"^\| `(rfa\w*)` \| (.+) \|$", PAGE, flags=re.MULTILINE))
+    assert told.keys() == {path.stem for path in (ROOT / "configs" / "block").glob("rfa*.yaml")}
+    for name in ("rfa_published", "rfa_sc"):
+        damping = yaml.safe_load((ROOT / "configs" / "block" / f"{name}.yaml").read_text())["damping"]
+        stated = [float(x) for x in re.search(r"fixed: ([\d.]+)(?: · (\d+)/(\d+))? of", told[name]).groups("1")]
+        assert stated[0] * stated[1] / stated[2] == pytest.approx(damping, rel=1e-3)
 
 
 def test_every_identity_has_a_row_with_a_test():
