@@ -247,20 +247,24 @@ def _check_jobs(
             yield PlannedJob(job, None, error)
 
 
-# The nodes of `hydra` that a chosen yaml may set; `overrides` and `runtime` record what was chosen.
-HYDRA_OF_YAMLS = ("mode", "sweeper", "launcher", "overrides", "runtime")
+# Settings of Hydra that call functions, set the environment or choose folders.
+HYDRA_OF_USERS = (
+    *("callbacks", "job_logging", "hydra_logging", "env", "run", "sweep", "output_subdir", "searchpath"),
+    *("job.chdir", "job.env_set", "job.env_copy"),
+)
 
 
 def _check_hydra(loader: Any, config_name: str, choices: tuple[str, ...], chosen: Any) -> None:
-    """A yaml says how a sweep runs and sets nothing else of Hydra's, whose callbacks and loggers call any function."""
+    """A yaml says how a sweep runs; what Hydra calls, and where it writes, only the user says."""
     from omegaconf import OmegaConf
 
+    def written(hydra: Any, key: str) -> Any:
+        value = OmegaConf.select(hydra, key)
+        return OmegaConf.to_container(value, resolve=False) if OmegaConf.is_config(value) else value
+
     typed = compose(loader, config_name, [choice for choice in choices if choice.startswith("hydra/")]).hydra
-    before: Any = OmegaConf.to_container(typed, resolve=False)
-    after: Any = OmegaConf.to_container(chosen, resolve=False)
-    before["job"]["override_dirname"] = after["job"]["override_dirname"]  # says what was chosen
-    for key in sorted(after.keys() - set(HYDRA_OF_YAMLS)):
-        if before.get(key) != after[key]:
+    for key in HYDRA_OF_USERS:
+        if written(typed, key) != written(chosen, key):
             raise UserError(
                 f"hydra.{key} is set by a yaml of {' '.join(choices)}; a yaml can set hydra.mode, hydra.sweeper and "
                 f"hydra.launcher, the rest is typed on the command line"
