@@ -1,12 +1,14 @@
-"""docs/gpu.md's hours are what its own model makes of the instructions counted in the compiled kernels."""
+"""docs/gpu.md: hours follow from instructions counted in the compiled kernels, micro-batches from counted memory."""
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
 
 from polarlm.launch.accept import configuration
+from polarlm.training.batching import fitting_tokens
 from polarlm.training.gpus import GPUS, TERA
 from polarlm.training.plan import untouched_model
 from tests.conftest import ROOT
@@ -50,3 +52,16 @@ def test_the_hours_follow_from_the_counted_instructions(experiment):
     for block in ("standard_strong", "polar"):
         computed = [hours(experiment, block, card, per_pair) for card in ISSUES]
         assert table[experiment, block] == pytest.approx(computed, rel=0.01, abs=0.005)
+
+
+@pytest.mark.skipif("POLARLM_NIGHTLY" not in os.environ, reason="counts six steps of 124 M: POLARLM_NIGHTLY=1")
+def test_the_search_for_a_micro_batch_begins_where_the_page_says():
+    rows = re.findall(r"^\| (\d+) GB \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|$", PAGE, re.M)
+    assert [int(row[0]) for row in rows] == [8, 24, 80]
+    begins = {}
+    for column, block, more in ((1, "polar", "false"), (2, "standard_strong", "false"), (3, "polar", "true")):
+        switches = (f"block={block}", f"model.checkpointing={more}", "trainer.micro_batch_tokens=auto")
+        config = configuration("experiment=gpt2_124m", *switches)
+        memories = [int(row[0]) * 1e9 for row in rows]
+        begins[column] = [next(fitting_tokens(config, 50257, "bf16-mixed", 1, memory)) for memory in memories]
+    assert begins == {column: [int(row[column].replace(",", "")) for row in rows] for column in (1, 2, 3)}
