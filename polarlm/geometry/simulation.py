@@ -13,8 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from polarlm.geometry.polar import to_polar
-from polarlm.geometry.sphere import normalise, tangential_part
+from polarlm.geometry.sphere import normalise, tangential_part, to_polar
 from polarlm.geometry.transport import rotary_frequencies, transport
 
 Outlier = Literal["direction", "burst", "gross"]

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from polarlm.attention import MixerShape
-from polarlm.geometry.uncertainty import carry_to_next_layer, fused_update
+from polarlm.geometry.precision import carry_to_next_layer, fused_update
 from tests.attention.appendix_g import LENGTH, WIDTH, model_of, probed, run, stream
 
 CARRY = dict(uncertainty="carry", prior_share=0.4, widen_q=0.3, context_power=0.3, relax_b=0.2)

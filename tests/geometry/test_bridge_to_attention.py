@@ -7,9 +7,9 @@ import torch
 
 from polarlm.attention.robust import DirectionalNoise, RadialNoise, RobustCall, robust_attention
 from polarlm.geometry.likelihood import radial_consensus, squared_chord
-from polarlm.geometry.polar import to_polar
 from polarlm.geometry.precision import log_kappa, log_kappa_tilde, log_rho, log_rho_tilde
 from polarlm.geometry.robust import causal_mask, estimation_weights, log_influence
+from polarlm.geometry.sphere import to_polar
 from tests.geometry.geometry_draws import normal, positive
 
 B, H, T, DH = 2, 3, 7, 4

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polarlm.geometry.directional_objective import (
+from polarlm.geometry.likelihood import (
     directional_gradient,
     directional_hessian,
     directional_objective,
@@ -13,8 +13,10 @@ from polarlm.geometry.directional_objective import (
     gated_precision,
     gated_step,
     gated_sum,
+    radial_likelihood,
+    tangent_step,
+    tangential_likelihood,
 )
-from polarlm.geometry.likelihood import radial_likelihood, tangent_step, tangential_likelihood
 from polarlm.geometry.sphere import exp_map, normalise, tangential_part
 from tests.geometry.geometry_draws import for_all_seeds, normal, order_of, positive, unit
 

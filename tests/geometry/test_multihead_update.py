@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from polarlm.geometry.multihead import correction_shares, project
-from polarlm.geometry.polar import to_polar
+from polarlm.geometry.sphere import to_polar
 from tests.geometry.geometry_draws import for_all_seeds, normal, unit
 
 H, W = 4, 6

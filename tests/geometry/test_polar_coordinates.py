@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polarlm.geometry.polar import from_polar, polar_differential, polar_update, to_polar
-from polarlm.geometry.sphere import tangential_part
+from polarlm.geometry.sphere import from_polar, polar_differential, polar_update, tangential_part, to_polar
 from tests.geometry.geometry_draws import for_all_seeds, normal, order_of, positive, unit
 
 D = 12

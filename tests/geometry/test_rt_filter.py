@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from polarlm.geometry import IsotropicFilter, RTFilter, RTModel, angle_between, example, simulate, tangential_part
-from polarlm.geometry.isotropic_filter import decayed_residual
-from polarlm.geometry.polar import to_polar
 from polarlm.geometry.robust import causal_mask, student_mle_penalty
+from polarlm.geometry.rt_filter import decayed_residual
+from polarlm.geometry.sphere import to_polar
 from polarlm.geometry.transport import transport, transport_pairwise
 from tests.geometry.geometry_draws import normal, unit
 

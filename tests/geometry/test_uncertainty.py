@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polarlm.geometry.multihead import project
-from polarlm.geometry.polar import to_polar
-from polarlm.geometry.precision import log_kappa_tilde
-from polarlm.geometry.uncertainty import (
+from polarlm.geometry.precision import (
     carry_to_next_layer,
     covariance_intersection,
     fused_update,
+    log_kappa_tilde,
     log_kappa_tilde_of_uncertain_query,
 )
+from polarlm.geometry.sphere import to_polar
 from tests.geometry.geometry_draws import for_all_seeds, normal, positive
 
 H, W = 3, 4

@@ -19,8 +19,7 @@ from polarlm.attention.estimator import NOISE_SPLIT, Value, choice, decay_rates,
 from polarlm.attention.mixer import TokenContext, mean_visible
 from polarlm.attention.parts.part import OFF, Part
 from polarlm.errors import UserError
-from polarlm.geometry.precision import log_or_minus_infinity
-from polarlm.geometry.uncertainty import carry_to_next_layer, covariance_intersection
+from polarlm.geometry.precision import carry_to_next_layer, covariance_intersection, log_or_minus_infinity
 
 if TYPE_CHECKING:
     from polarlm.attention.polar import PolarAttention

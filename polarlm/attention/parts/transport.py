@@ -25,9 +25,9 @@ from polarlm.attention.mixer import KeyValueCache, MixerShape, Rotary, TokenCont
 from polarlm.attention.parts.forgetting import running_sum
 from polarlm.attention.parts.part import Part
 from polarlm.errors import UserError
+from polarlm.geometry.content_transport import UnitaryProducts, chunk_size, unitary_products
 from polarlm.geometry.sphere import normalise
 from polarlm.geometry.transport import phase_tables, rotary_frequencies, rotary_tables, rotate, to_complex, to_real
-from polarlm.geometry.unitary_products import UnitaryProducts, chunk_size, unitary_products
 
 if TYPE_CHECKING:
     from polarlm.attention.polar import PolarAttention

@@ -18,9 +18,9 @@ from polarlm.geometry.precision import (
     log_rho,
     log_rho_tilde,
     log_variance,
+    widened,
 )
 from polarlm.geometry.robust import causal_mask
-from polarlm.geometry.uncertainty import widened
 
 from .call import AttentionOutput, RobustCall, Weights
 from .consensus import angular_residual, gated_weights, quarter_back
