@@ -1,8 +1,9 @@
-"""One pass through a model can be read in one sitting: how many files it goes through, and how often from one to another.
+"""One pass through a model can be read in one sitting: through how many files it goes, and how often to another one.
 
 The fast path is counted, because it is the one that runs; what is built once (kernels, tables) is not.
 """
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def walk(work) -> tuple[set[str], int]:
         work()
     finally:
         sys.setprofile(None)
-    return set(files), sum(one != other for one, other in zip(files, files[1:]))
+    return set(files), sum(one != other for one, other in itertools.pairwise(files))
 
 
 @pytest.mark.skipif(unbuilt(torch.float32) is not None, reason="plain torch takes other files")
