@@ -35,7 +35,6 @@ processor seconds the baseline needs to reach the variant's loss. The question, 
 into `configs/study` before the runs; exceptions are marked. Learning rates are tuned on a held-out seed.
 [Statistics](statistics.md) explains the terms.
 """
-LISTED = 4  # settings without runs that are named
 MERGED_FROM = 7  # compared variants of a setting from which those that show nothing share a row
 MERGED_FROM_OF_SEARCHES = 4  # the same in questions outside `all`
 
@@ -106,9 +105,8 @@ def section(answer: Answer, numbers: Mapping[str, Mapping[str, JudgedPart | None
     if question.fit:
         lines += ["", *fit_lines(answer)]
     missing = [question.parts[name].title for name, judged in answer.parts.items() if judged is None]
-    if missing:
-        others = f" and {len(missing) - LISTED} more" if len(missing) > LISTED else ""
-        lines += ["", f"Not run yet: {'; '.join(missing[:LISTED])}{others}."]
+    if missing and question.in_all:  # of the other questions the table "What was not run" says it
+        lines += ["", f"Not run yet: {'; '.join(missing)}."]
     return "\n".join([*lines, ""])
 
 

@@ -131,18 +131,16 @@ def compose(loader: Any, config_name: str, overrides: Sequence[str]) -> Any:
 
 @lru_cache(maxsize=256)
 def _composed(loader: Any, config_name: str, overrides: tuple[str, ...]) -> Any:
-    import yaml
-    from hydra.errors import HydraException
+    from hydra.core.utils import JobRuntime
     from hydra.types import RunMode
-    from omegaconf.errors import OmegaConfBaseException
 
+    runtime = JobRuntime.instance()  # a program's own initialize_config_dir changes the name of its job
+    before = runtime.conf["name"]
+    runtime.set("name", "polarlm")
     try:
         return loader.load_configuration(config_name, list(overrides), run_mode=RunMode.RUN)
-    except (HydraException, OmegaConfBaseException):
-        raise  # these are explained where they are shown
-    except (yaml.YAMLError, OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{' '.join(overrides)}: a yaml file that this needs can't be read: {reason}") from error
+    finally:
+        runtime.conf["name"] = before
 
 
 def named_choices(choices: Any) -> dict[str, Any]:
