@@ -37,13 +37,13 @@ class EngineLauncher(Launcher):
         overrides = [[text for text in job if key_of(text) != "hydra/launcher"] for job in job_overrides]
         swept = sweep.current.varied or varying(overrides)
         # A block that stands for another with settings has been written out: its settings differ too.
-        told = {*swept, *(varying(overrides) if len(overrides) > 1 else ())}
+        named_by = {*swept, *(varying(overrides) if len(overrides) > 1 else ())}
         jobs = [
             JobSpec(
                 tuple(texts),
                 folder / "logs" / f"{number:03d}.log",
                 sweep.current.identities.get(tuple(texts), ""),
-                shown(texts, told),
+                shown(texts, named_by),
                 str(self.config.get("runs_dir", "runs")),
                 verb=str(self.config.hydra.job.config_name),
                 swept=tuple(swept),

@@ -131,16 +131,18 @@ def compose(loader: Any, config_name: str, overrides: Sequence[str]) -> Any:
 
 @lru_cache(maxsize=256)
 def _composed(loader: Any, config_name: str, overrides: tuple[str, ...]) -> Any:
-    from hydra.core.utils import JobRuntime
+    import yaml
+    from hydra.errors import HydraException
     from hydra.types import RunMode
+    from omegaconf.errors import OmegaConfBaseException
 
-    runtime = JobRuntime.instance()  # a program's own initialize_config_dir changes the name of its job
-    before = runtime.conf["name"]
-    runtime.set("name", "polarlm")
     try:
         return loader.load_configuration(config_name, list(overrides), run_mode=RunMode.RUN)
-    finally:
-        runtime.conf["name"] = before
+    except (HydraException, OmegaConfBaseException):
+        raise  # these are explained where they are shown
+    except (yaml.YAMLError, OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{' '.join(overrides)}: a yaml file that this needs can't be read: {reason}") from error
 
 
 def named_choices(choices: Any) -> dict[str, Any]:

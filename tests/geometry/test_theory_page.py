@@ -61,11 +61,11 @@ def test_every_numbered_statement_appears():
 
 
 def test_the_page_says_which_block_is_which_rfa():
-    told = dict(re.findall(r"^\| `(rfa\w*)` \| (.+) \|$", PAGE, flags=re.MULTILINE))
-    assert told.keys() == {path.stem for path in (ROOT / "configs" / "block").glob("rfa*.yaml")}
+    rows = dict(re.findall(r"^\| `(rfa\w*)` \| (.+) \|$", PAGE, flags=re.MULTILINE))
+    assert rows.keys() == {path.stem for path in (ROOT / "configs" / "block").glob("rfa*.yaml")}
     for name in ("rfa_published", "rfa_sc"):
         damping = yaml.safe_load((ROOT / "configs" / "block" / f"{name}.yaml").read_text())["damping"]
-        stated = [float(x) for x in re.search(r"fixed: ([\d.]+)(?: · (\d+)/(\d+))? of", told[name]).groups("1")]
+        stated = [float(x) for x in re.search(r"fixed: ([\d.]+)(?: · (\d+)/(\d+))? of", rows[name]).groups("1")]
         assert stated[0] * stated[1] / stated[2] == pytest.approx(damping, rel=1e-3)
 
 

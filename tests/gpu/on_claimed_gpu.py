@@ -119,16 +119,17 @@ def test_a_compiled_step_is_one_graph_of_generated_code_with_our_kernels_in_it(t
         step(tokens, tokens, documents=None, reduction="sum").backward()
     forward, backward = codes
     assert "polarlm.linear_cross_entropy" in forward
-    most = LAUNCHES.get(block, (60, 80))
-    assert launches(forward) <= most[0] and launches(backward) <= most[1]
+    if block in LAUNCHES:
+        assert all(count <= most for count, most in zip(map(launches, codes), LAUNCHES[block]))
     if block in ON_TRITON:
         assert "polarlm.triton_forward" in forward and "polarlm.triton_backward" in backward
         assert "logsumexp" not in forward, "no chunk of plain attention"
 
 
-FLEX = [
-    Setup(torch.bfloat16, 64, shape_learns=False, forgets=True, radial=None),  # polar
-    Setup(torch.bfloat16, kernel="exponential", residual_form="dot", magnitude=False, forgets=True, radial=None),  # fox
+nightly = pytest.mark.skipif("POLARLM_NIGHTLY" not in os.environ, reason="the other stays in CI: POLARLM_NIGHTLY=1")
+FLEX = [  # of fox and of polar
+    Setup(torch.bfloat16, kernel="exponential", residual_form="dot", magnitude=False, forgets=True, radial=None),
+    pytest.param(Setup(torch.bfloat16, 64, shape_learns=False, forgets=True, radial=None), marks=nightly),
 ]
 
 

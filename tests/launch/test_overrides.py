@@ -1,9 +1,10 @@
 """What is typed is checked before Hydra composes it: choices, keys, sweeps."""
 
 import pytest
+from hydra.errors import HydraException
 
 from polarlm.errors import UserError
-from polarlm.launch.entry import split_arguments
+from polarlm.launch.entry import exit_code, message, split_arguments
 from polarlm.launch.overrides import config_loader, plan_jobs
 
 
@@ -103,6 +104,16 @@ def test_a_folder_configs_where_the_command_is_typed_adds_choices(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     (job,) = plan(config_loader(), "block=mine", "block.qk_norm=false").jobs
     assert job.config["block"]["qk_norm"] is False and job.config["choices"]["block"] == "mine"
+
+
+@pytest.mark.parametrize("text", ["a: [", "a: 1\na: 2\n", "7", "defaults: standard\n", "\0", "a: &x {b: *x}\n"])
+def test_a_yaml_of_the_user_that_is_none_is_one_sentence(text, tmp_path, monkeypatch):
+    (tmp_path / "configs" / "block").mkdir(parents=True)
+    (tmp_path / "configs" / "block" / "mine.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((UserError, HydraException)) as refused:
+        plan(config_loader(), "block=mine")
+    assert exit_code(refused.value) == 2 and "\n" not in message(refused.value)
 
 
 @pytest.mark.parametrize(
