@@ -26,7 +26,7 @@ def commands(page: str) -> Iterator[str]:
     for line in "\n".join(fenced).splitlines():
         yield re.split(r"\s{2,}(?![-\w./]*=)|\s#", line.strip() + "  ")[0].strip()
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    yield from (re.sub(r"\s+", " ", quoted) for quoted in re.findall(r"`([^`]+)`", prose))
+    yield from (re.sub(r"\s+", " ", quoted).partition(" > ")[0] for quoted in re.findall(r"`([^`]+)`", prose))
 
 
 def printed_commands() -> list[tuple[str, str]]:

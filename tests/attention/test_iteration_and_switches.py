@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from polarlm.attention import PolarAttention, polar
+from polarlm.attention import PolarAttention
+from polarlm.attention.parts import influence
 from polarlm.errors import UserError
 from tests.attention.appendix_g import LENGTH, SHAPE, WIDTH, model_of, run, stream
 
@@ -11,8 +12,8 @@ from tests.attention.appendix_g import LENGTH, SHAPE, WIDTH, model_of, run, stre
 @pytest.mark.parametrize("switches", [{}, {"consensus": "gate"}, {"kernel": "exponential", "radial": "own"}], ids=str)
 def test_one_estimate_per_layer_is_the_block_without_iteration(switches, monkeypatch):
     x, calls = stream(1, LENGTH, WIDTH), []
-    estimate = polar.robust_attention
-    monkeypatch.setattr(polar, "robust_attention", lambda *given: calls.append(given[0]) or estimate(*given))
+    estimate = influence.robust_attention
+    monkeypatch.setattr(influence, "robust_attention", lambda *given: calls.append(given[0]) or estimate(*given))
     assert torch.equal(run(x, irls_steps=1, **switches)[0], run(x, **switches)[0])
     assert len(calls) == 2  # one each
     again, _ = run(x, irls_steps=3, **switches)

@@ -243,7 +243,8 @@ def test_record_shows_the_same_pass(build):
         if model.blocks[0].mixer.normalised_weights:
             torch.testing.assert_close(layer["weights"].sum(-1), torch.ones_like(layer["log_evidence"]))
         assert (layer["weights"].triu(1) == 0).all()
-        if "robust_weight" in layer and getattr(model.blocks[0].mixer, "residual_form", "full") == "full":
+        influence = getattr(getattr(model.blocks[0].mixer, "parts", None), "influence", None)
+        if "robust_weight" in layer and getattr(influence, "residual_form", "full") == "full":
             assert (layer["robust_weight"] >= 0).all() and (layer["robust_weight"] <= 1 + 1e-4).all()
 
 

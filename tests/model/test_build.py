@@ -2,13 +2,15 @@ import warnings
 
 import pytest
 
+from polarlm.block_keys import PARTS, POLAR, current_block
 from polarlm.errors import UserError
 from polarlm.model.build import build_model, warn_about_idle_settings
 
 
 def config(**block):
     model = dict(context=16, d_model=16, n_layer=1, n_head=2)
-    parts = {"step": {"kind": "tangent", "evidence_clamp": 8.0}, "influence": {"kind": "student"}}
+    parts = {part: current_block({"_target_": POLAR})[part] for part in PARTS}
+    parts |= {"step": {"kind": "tangent", "evidence_clamp": 8.0}, "influence": {"kind": "student"}}
     block = {"_target_": "polarlm.attention.PolarAttention", "_partial_": True, **parts, **block}
     return {"model": model, "block": block, "choices": {"block": "polar"}}
 
