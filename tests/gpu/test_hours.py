@@ -40,7 +40,8 @@ def hours(experiment: str, block: str, card: str, per_pair: float) -> float:
 @pytest.mark.parametrize("experiment", SIZES)
 def test_the_hours_follow_from_the_counted_instructions(experiment):
     said = re.search(
-        r"`polar` ([\d.]+) forward, ([\d.]+) for queries and parameters, ([\d.]+) for keys\s+and values", PAGE
+        r"`polar` ([\d.]+) forward, ([\d.]+) for queries and parameters, ([\d.]+) for keys and values",
+        " ".join(PAGE.split()),
     )
     assert said is not None
     per_pair = sum(map(float, said.groups()))
