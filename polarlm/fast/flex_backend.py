@@ -30,7 +30,7 @@ def flex_obstacle(call: RobustCall) -> str | None:
     if call.decay_values:
         return "a score_mod changes logits, and decaying values (block.decay_values=true) comes after the soft-max"
     if call.radial_mode == "shared":
-        return "it never has the weights of all heads together, as block.radial=shared needs"
+        return "it never has the weights of all heads together, as block/radial=shared needs"
     if not call.bounded:
         return "without a noise floor (sigma_t0 = 0) precision grows with the lag beyond what its fp32 logits hold"
     if call.q.shape[2] != call.k.shape[2]:

@@ -63,7 +63,7 @@ def triton_obstacle(call: RobustCall) -> str | None:
     if call.dropout > 0:
         return "it does not drop weights (dropout > 0)"
     if call.radial_mode == "shared":
-        return "it never has the weights of all heads together, as block.radial=shared needs"
+        return "it never has the weights of all heads together, as block/radial=shared needs"
     return None
 
 

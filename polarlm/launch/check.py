@@ -8,7 +8,16 @@ import warnings
 from dataclasses import fields
 from typing import Any
 
-from polarlm.block_keys import PARTS, SYMBOLS, is_parted, part_choices, part_settings, users_of
+from polarlm.block_keys import (
+    PARTS,
+    SYMBOLS,
+    flat_block,
+    is_parted,
+    part_choices,
+    part_settings,
+    refuse_contradictions,
+    users_of,
+)
 from polarlm.data.config import DataConfig, read_data_config
 from polarlm.errors import UserError, did_you_mean
 from polarlm.launch.schema import (
@@ -137,39 +146,9 @@ def check_used(given: dict[str, Any], shipped: dict[str, Any]) -> None:
 
 
 def check_fitting(block: dict[str, Any]) -> None:
-    """Refuse parts that contradict each other; the block itself refuses what this lets through."""
-    kind = {part: block[part]["kind"] for part in PARTS}
-    radial, aggregate, precision = block["radial"], block["aggregate"], block["precision"]
-    retracted, projection = kind["step"] in ("retracted", "geodesic"), block["step"].get("projection")
-    unit = kind["precision"] == "unit" or precision.get("magnitude") == "unit"
-    if kind["radial"] != "none" and (unit or kind["inputs"] == "raw_values"):
-        raise UserError(
-            f"block/radial={kind['radial']} estimates the magnitude of values on the sphere; it needs "
-            "block/inputs=sphere and a block/precision of the token's own magnitude (magnitude). Set those, or "
-            "block/radial=none."
-        )
-    if retracted and kind["inputs"] == "raw_values":
-        raise UserError(f"block/step={kind['step']} moves on the sphere; it needs block/inputs=sphere.")
-    if kind["step"] == "retracted" and projection == "none":
-        raise UserError(
-            "block/step=retracted needs a tangent step; set block.step.projection=per_head, global or evidence."
-        )
-    if kind["aggregate"] != "mean" and (projection == "none" or kind["inputs"] == "raw_values"):
-        raise UserError(
-            f"block/aggregate={kind['aggregate']} takes a tangent step between directions; it needs "
-            "block/inputs=sphere and block.step.projection=per_head, global or evidence."
-        )
-    if kind["aggregate"] != "mean" and block["influence"].get("residual_form", "full") != "full":
-        raise UserError(
-            f"block/aggregate={kind['aggregate']} defines its own residual; set block.influence.residual_form=full."
-        )
-    correlated = [n for n in ("radial", "aggregate") if block[n].get("radial_correlation") == "qk"]
-    correlated = [name for name in correlated if kind[name] not in ("none", "mean")]
-    if correlated and (kind["influence"] == "gaussian" or kind["aggregate"] == "complex"):
-        why = "their phases differ already" if kind["aggregate"] == "complex" else "block/influence=gaussian has none"
-        raise UserError(
-            f"block.{correlated[0]}.radial_correlation=qk correlates queries and keys, and {why}; set it to vv or one."
-        )
+    """Refuse parts that contradict each other, and unknown names of frozen parameters."""
+    refuse_contradictions(flat_block(block))
+    kind, radial, aggregate = {part: block[part]["kind"] for part in PARTS}, block["radial"], block["aggregate"]
     shared = [key for key in aggregate if key != "kind" and kind["radial"] != "none" and key in radial]
     for key in shared if kind["aggregate"] != "mean" else ():
         if aggregate[key] != radial[key]:
@@ -177,14 +156,6 @@ def check_fitting(block: dict[str, Any]) -> None:
                 f"block.aggregate.{key}={aggregate[key]} and block.radial.{key}={radial[key]} are one number of the "
                 f"block; set block.radial.{key} alone."
             )
-    if kind["transport"] != "rotary" and kind["influence"] == "gaussian" and not block["transport"]["rotate_values"]:
-        raise UserError(
-            f"block/transport={kind['transport']} has nothing to transport: block/influence=gaussian compares no query "
-            "and key; set block.transport.rotate_values=true."
-        )
-    for part, noise, floor in (("precision", "eta_tk", "sigma_t0"), ("radial", "eta_rk", "sigma_r0")):
-        if block[part].get(noise) == 0 and block[part].get(floor) == 0:
-            raise UserError(f"block.{part}.{noise} and block.{part}.{floor} are both 0: infinite precision.")
     known = {key for part in PARTS for choice in part_choices(part) for key in part_settings(part, choice)}
     for name in block["frozen"]:
         if name not in known:
@@ -251,9 +222,10 @@ def check_relations(config: dict[str, Any]) -> None:
             f"block.scale of at least {context / 64:g}."
         )
     heads = config["model"]["n_head"]
-    for key, value in (pair for part in (block, *block.values()) if isinstance(part, dict) for pair in part.items()):
+    parts = {"block": block} | {f"block.{name}": part for name, part in block.items() if isinstance(part, dict)}
+    for name, key, value in ((name, key, value) for name, part in parts.items() for key, value in part.items()):
         if key in PER_HEAD and isinstance(value, list) and len(value) not in (1, heads):
-            raise UserError(f"block.{key} has {len(value)} values; give one number, or one per head ({heads}).")
+            raise UserError(f"{name}.{key} has {len(value)} values; give one number, or one per head ({heads}).")
     plan, steps = plan_run(config)
     build_schedule(config["schedule"], steps * plan.tokens)
     limit = read_data_config(config["data"]).max_bytes

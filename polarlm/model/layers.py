@@ -194,4 +194,4 @@ def _build(make: Any) -> Any:
     try:
         return make()
     except UserError as error:
-        raise UserError(str(error).replace("block.", "").replace("model.", "")) from None
+        raise UserError(str(error).replace("block.", "").replace("block/", "").replace("model.", "")) from None

@@ -47,26 +47,28 @@ def test_student_mle_weighs_as_its_likelihood_does_and_its_iterations_converge()
     ("switches", "words"),
     [
         ({"consensus": "on"}, ["block.consensus", "none, gate, complex"]),
-        ({"consensus": "gate", "projection": "none"}, ["block.consensus=gate", "block.projection="]),
-        ({"consensus": "gate", "kernel": "exponential", "residual_form": "dot"}, ["block.residual_form=full"]),
+        ({"consensus": "gate", "projection": "none"}, ["block/aggregate=gate", "block.step.projection="]),
+        (
+            {"consensus": "gate", "kernel": "exponential", "residual_form": "dot"},
+            ["block.influence.residual_form=full"],
+        ),
         (
             {"consensus": "complex", "radial_correlation": "qk"},
-            ["block.consensus=complex", "block.radial_correlation=vv"],
+            ["block/aggregate=complex", "block.aggregate.radial_correlation to vv"],
         ),
         ({"uncertainty": "keep"}, ["block.uncertainty", "none, carry"]),
-        ({"uncertainty": "carry", "projection": "none"}, ["block.uncertainty=carry", "block.projection="]),
+        ({"uncertainty": "carry", "projection": "none"}, ["block/precision=carried", "block.step.projection="]),
         (
             {"uncertainty": "carry", "prior_share": 0.0, "widen_q": 0.0},
-            ["block.uncertainty=carry has no effect", "block.uncertainty=none"],
+            ["block/precision=carried has no effect", "block/precision=magnitude"],
         ),
-        ({"irls_steps": 1.5}, ["block.irls_steps", "whole number"]),
-        ({"irls_steps": 2, "kernel": "gaussian"}, ["block.irls_steps=2", "block.kernel=gaussian"]),
+        ({"irls_steps": 1.5}, ["block.influence.irls_steps", "whole number"]),
         ({"prior_share": 1.0}, ["block.prior_share", "below 1"]),
         ({"relax_b": 0.0}, ["block.relax_b", "positive"]),
         ({"projector": "imaginary"}, ["block.projector", "real, complex"]),
         (
             {"transport": "phases", "kernel": "gaussian", "rotate_values": False},
-            ["block.transport=phases", "block.rotate_values=true"],
+            ["block/transport=phases", "block.transport.rotate_values=true"],
         ),
     ],
 )
@@ -80,7 +82,7 @@ def test_off_is_understood_and_a_tie_behind_gains_warns():
     assert PolarAttention(SHAPE, consensus=False, uncertainty="off").parts.aggregate.consensus == "none"
     with pytest.warns(UserWarning, match="norm_position=post"):
         PolarAttention(SHAPE, tie_output=True)
-    with pytest.warns(UserWarning, match="block.projection=per_head stays"):
+    with pytest.warns(UserWarning, match="block.step.projection=per_head stays"):
         PolarAttention(SHAPE, tie_output=True, norm_position="post", head_gate=True, projection="global")
 
 

@@ -151,7 +151,7 @@ def test_e19_magnitudes_flow_to_their_equilibrium():
 
 
 def test_a_flow_without_a_rate_is_refused():
-    with pytest.raises(UserError, match=r"block.mu and block.mu_r"):
+    with pytest.raises(UserError, match=r"block/precision=equilibrium moves .* block.mu, which is 0"):
         PolarAttention(SHAPE, radial_flow="equilibrium", mu=0.0)
     with pytest.raises(UserError, match="rotary, phases, unitary"):
         PolarAttention(SHAPE, transport="rope")

@@ -15,7 +15,7 @@ from polarlm.attention.parts.precision import Precision
 from polarlm.attention.parts.radial import Radial
 from polarlm.attention.parts.step import PolarStep
 from polarlm.attention.parts.transport import Transport
-from polarlm.block_keys import flat_block
+from polarlm.block_keys import flat_block, refuse_contradictions
 from polarlm.errors import UserError
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class Parts:
         unknown = settings.keys() - {key for kind in KINDS.values() for key in kind.arguments()}
         if unknown:
             raise TypeError(f"no part of PolarAttention has the setting {sorted(unknown)[0]!r}")
+        refuse_contradictions(self.settings())
         for part in self:
             part.check()
 

@@ -9,7 +9,6 @@ from polarlm.attention.mixer import mean_visible
 from polarlm.attention.parts.influence import LOGIT_FLOPS
 from polarlm.attention.parts.part import OFF, Part
 from polarlm.attention.robust import CONSENSUS
-from polarlm.errors import UserError
 
 if TYPE_CHECKING:
     from polarlm.attention.polar import PolarAttention
@@ -21,27 +20,6 @@ class Aggregate(Part):
     def __init__(self, block: PolarAttention, *, consensus: str | bool) -> None:
         super().__init__(block)
         self.consensus = choice("consensus", consensus, CONSENSUS, OFF)
-
-    def check(self) -> None:
-        """A gate is a step along the sphere, weighed by angles."""
-        kind, parts = self.consensus, self.block.parts
-        if kind == "none":
-            return
-        if parts.step.projection == "none" or not parts.inputs.norm_values:
-            raise UserError(
-                f"block.consensus={kind} takes a tangent step between directions; it needs block.norm_values=true and "
-                "block.projection=per_head, global or evidence."
-            )
-        if (form := parts.influence.residual_form) != "full":
-            raise UserError(
-                f"block.consensus={kind} defines its own residual; set block.residual_form=full, not {form}."
-            )
-        # Even a token that hears only itself would turn by that phase.
-        if kind == "complex" and parts.radial.radial_correlation == "qk":
-            raise UserError(
-                "block.consensus=complex needs the phase between two states, and a token's query and key differ in "
-                "phase already; set block.radial_correlation=vv or one, or block.consensus=gate."
-            )
 
     def flops_per_token(self, context: int) -> int:
         """Correlations of its own (`vv`), the gate, and complex parts where asked for."""

@@ -13,9 +13,9 @@ from polarlm.attention.mixer import Record, mean_visible
 from polarlm.attention.parts.part import Part
 from polarlm.attention.robust import (
     PLAIN_KERNELS,
+    RESIDUAL_FORMS,
     AttentionOutput,
     RobustCall,
-    check_residual_form,
     robust_attention,
 )
 from polarlm.errors import UserError
@@ -44,11 +44,9 @@ class Influence(Part):
     ) -> None:
         super().__init__(block)
         self.kernel = choice("kernel", kernel, PLAIN_KERNELS)
-        self.residual_form = check_residual_form(residual_form, kernel)
+        self.residual_form = choice("residual_form", residual_form, RESIDUAL_FORMS)
         if isinstance(irls_steps, bool) or not isinstance(irls_steps, int) or irls_steps < 1:
-            raise UserError(f"block.irls_steps is {irls_steps!r}; it must be a whole number of at least 1.")
-        if kernel == "gaussian" and irls_steps > 1:
-            raise UserError(f"block.irls_steps={irls_steps} needs residuals, and block.kernel=gaussian ignores them.")
+            raise UserError(f"block.influence.irls_steps is {irls_steps!r}; it must be a whole number of at least 1.")
         self.irls_steps, self.nu_t, self.tau, self.eta_tq = irls_steps, nu_t, tau, eta_tq
         heads = block.shape.n_head
         self.scalars = {"nu_t": per_head("nu_t", nu_t, heads), "tau": per_head("tau", tau, heads)}

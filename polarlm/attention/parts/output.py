@@ -52,15 +52,16 @@ class Output(Part):
             return
         if self.head_gate and projection in ("global", "evidence"):
             warnings.warn(
-                f"block.head_gate=true with block.tie_output=true: gates that differ turn a step of block.projection="
-                f"{projection} out of the tangent space; block.projection=per_head stays in it",
+                f"block/output=tied with block.output.head_gate=true: gates that differ between heads turn a step of "
+                f"block.step.projection={projection} out of the tangent space; block.step.projection=per_head stays "
+                "in it",
                 stacklevel=3,
             )
         if inputs.norm_position == "both":
             warnings.warn(
-                "block.tie_output=true with block.norm_position=both: the gains of the norm between stream and values "
-                "make steps tangent to the stream only while they are equal; block.norm_position=post or pre has no "
-                "such gains",
+                "block/output=tied with block.inputs.norm_position=both: the gains of the norm between stream and "
+                "values make steps tangent to the stream only while they are equal; block.inputs.norm_position=post "
+                "or pre has no such gains",
                 stacklevel=3,
             )
 

@@ -30,7 +30,7 @@ class Part:
         return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
     def check(self) -> None:
-        """Refuse settings that contradict those of another part; called when all parts are there."""
+        """Warn of settings that leave another part less than it promises; called when all parts are there."""
 
     def unused(self) -> set[str]:
         """Settings, of any part, that this part's choices leave no use for; such parameters do not exist."""

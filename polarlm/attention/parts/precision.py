@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from polarlm.attention.estimator import NOISE_SPLIT, Value, choice, decay_rates, per_head, refuse_noiseless, scalar
+from polarlm.attention.estimator import NOISE_SPLIT, Value, choice, decay_rates, per_head, scalar
 from polarlm.attention.mixer import TokenContext, mean_visible
 from polarlm.attention.parts.part import OFF, Part
-from polarlm.errors import UserError
 from polarlm.geometry.precision import carry_to_next_layer, covariance_intersection, log_or_minus_infinity
 
 if TYPE_CHECKING:
@@ -76,7 +75,6 @@ class Precision(Part):
         absent = {"relax_a", "relax_b"} if block.shape.layer == 0 else {"precision_0"}
         absent |= {name for name in ("widen_q", "widen_k") if not bool(self.scalars[name].any())}
         self.scalars = {name: value for name, value in self.scalars.items() if name not in absent}
-        refuse_noiseless(self.scalars, "eta_tk", "sigma_t0")
         # Without a noise floor, decay makes precision grow with the lag towards m_inf^2/0.
         floorless = (self.scalars["sigma_t0"] == 0) & (self.scalars["mu"] > 0) & (self.scalars["m_inf"] > 0)
         self.bounded = not bool(floorless.any())
@@ -92,30 +90,6 @@ class Precision(Part):
         if layer > 0:
             log_precision = carry_to_next_layer(log_precision, p["relax_a"], p["relax_b"])
         return Prior(log_precision, p, layer, context)
-
-    def check(self) -> None:
-        """Magnitudes flow at rates; carried precision damps a step along the sphere, and must be used for something."""
-        decays = bool((self.scalars["mu"] > 0).any()) or bool(self.block.parts.radial.mu_r)
-        if self.radial_flow == "equilibrium" and not decays:
-            raise UserError(
-                "block.radial_flow=equilibrium moves magnitudes at the rates block.mu and block.mu_r, and both are 0; "
-                "make one positive, or set block.radial_flow=decay."
-            )
-        if self.uncertainty == "none":
-            return
-        projection = self.block.parts.step.projection
-        if projection == "none":
-            raise UserError(
-                "block.uncertainty=carry damps a step from the token's direction, and block.projection=none takes "
-                "none; set block.projection=per_head, global or evidence."
-            )
-        used = bool(self.scalars["prior_share"].any()) or self.scalars.keys() & {"widen_q", "widen_k"}
-        if not used and projection != "evidence":
-            raise UserError(
-                "block.uncertainty=carry has no effect: block.prior_share, block.widen_q and block.widen_k are all 0, "
-                f"and block.projection={projection} asks for no evidence; make one positive, or set "
-                "block.uncertainty=none."
-            )
 
     def unused(self) -> set[str]:
         """Only carried precision has a prior, only a flow an equilibrium."""
@@ -153,7 +127,7 @@ class Prior:
         """
         context = self.context
         if context.positions is None:
-            raise ValueError("block.uncertainty=carry needs TokenContext.positions")
+            raise ValueError("block/precision=carried needs TokenContext.positions")
         index = torch.atleast_2d(context.positions)  # how many tokens of its document stand before each
         discount = self.parameters["context_power"] * (index + 1).to(log_evidence.dtype).log()[..., None]
         log_posterior, step = covariance_intersection(

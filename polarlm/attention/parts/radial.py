@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from polarlm.attention.estimator import choice, refuse_noiseless, scalar
+from polarlm.attention.estimator import choice, scalar
 from polarlm.attention.parts.part import OFF, Part
 from polarlm.attention.robust import RADIAL_CORRELATIONS, RadialNoise
-from polarlm.errors import UserError
 
 if TYPE_CHECKING:
     from polarlm.attention.polar import PolarAttention
@@ -43,7 +42,6 @@ class Radial(Part):
         self.mu_r, self.nu_r, self.beta = mu_r, nu_r, beta
         self.eta_rq, self.eta_rk, self.sigma_r0 = eta_rq, eta_rk, sigma_r0
         self.scalars = {name: scalar(name, getattr(self, name)) for name in RADIAL}
-        refuse_noiseless(self.scalars, "eta_rk", "sigma_r0")
         if not self.scalars["mu_r"]:  # magnitudes that do not decay have no rate
             del self.scalars["mu_r"]
         self.mode = "off" if self.radial == "none" else self.radial  # as a call of robust attention names it
@@ -67,15 +65,6 @@ class Radial(Part):
             sigma02=p["sigma_r0"].square(),
             nu=p["nu_r"],
         )
-
-    def check(self) -> None:
-        """A radial channel estimates magnitudes, so there must be some."""
-        parts = self.block.parts
-        if self.radial != "none" and not (parts.precision.magnitude == "own" and parts.inputs.norm_values):
-            raise UserError(
-                f"block.radial={self.radial} estimates the magnitude of normalised values; it needs "
-                "block.magnitude=own and block.norm_values=true. Set those, or block.radial=none."
-            )
 
     def unused(self) -> set[str]:
         """Without a channel all of it, but for what a gate uses; equal weights need no noise."""

@@ -101,19 +101,6 @@ class PolarStep(Part):
         rotary = parts.transport.rotate_values and self.block.transport is None
         return ambient and parts.aggregate.consensus == "none" and rotary
 
-    def check(self) -> None:
-        """A retraction needs a sphere, and a tangent step or a geodesic to start from."""
-        kind, projection = self.retract, self.projection
-        if kind != "none" and not self.block.parts.inputs.norm_values:
-            raise UserError(f"block.retract={kind} moves on the sphere; it needs block.norm_values=true.")
-        if kind in ("norm", "exp") and projection == "none":
-            raise UserError(f"block.retract={kind} starts from a tangent step; block.projection=none gives none.")
-        if kind == "geodesic" and projection != "global":
-            raise UserError(
-                "block.retract=geodesic walks from the whole direction towards the whole estimate; it needs "
-                f"block.projection=global, not {projection}."
-            )
-
     def unused(self) -> set[str]:
         """A projector needs a projection, and a bound on evidence one that weighs by it."""
         idle = {"projector"} if self.projection == "none" else set()

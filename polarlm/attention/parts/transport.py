@@ -24,7 +24,6 @@ from polarlm.attention.initialisation import linear
 from polarlm.attention.mixer import KeyValueCache, MixerShape, Rotary, TokenContext, split_heads
 from polarlm.attention.parts.forgetting import running_sum
 from polarlm.attention.parts.part import Part
-from polarlm.errors import UserError
 from polarlm.geometry.content_transport import UnitaryProducts, chunk_size, unitary_products
 from polarlm.geometry.sphere import normalise
 from polarlm.geometry.transport import phase_tables, rotary_frequencies, rotary_tables, rotate, to_complex, to_real
@@ -195,15 +194,6 @@ class Transport(Part):
         """The frame of the tokens x (B, T, d)."""
         turns, content = self.block.frequencies(context), self.block.transport
         return CommonFrame(turns) if content is None else content(x, turns, self.block.frequencies, context.cache)
-
-    def check(self) -> None:
-        """Something must be transported."""
-        gaussian = self.block.parts.influence.kernel == "gaussian"
-        if self.transport != "rotary" and gaussian and not self.rotate_values:
-            raise UserError(
-                f"block.transport={self.transport} has nothing to transport: block.kernel=gaussian compares no query "
-                "and key, and block.rotate_values=false leaves values where they are. Set block.rotate_values=true."
-            )
 
     def flops_per_token(self, context: int) -> int:
         """Keys and queries go in, values too and their estimates out again."""

@@ -15,11 +15,11 @@ from .call import (
     KERNELS,
     PLAIN_KERNELS,
     RADIAL_CORRELATIONS,
+    RESIDUAL_FORMS,
     AttentionOutput,
     DirectionalNoise,
     RadialNoise,
     RobustCall,
-    check_residual_form,
 )
 from .reference import reference_attention
 from .streaming import streaming_attention, streaming_obstacle
@@ -29,11 +29,11 @@ __all__ = [
     "KERNELS",
     "PLAIN_KERNELS",
     "RADIAL_CORRELATIONS",
+    "RESIDUAL_FORMS",
     "AttentionOutput",
     "DirectionalNoise",
     "RadialNoise",
     "RobustCall",
-    "check_residual_form",
     "reference_attention",
     "robust_attention",
     "streaming_attention",

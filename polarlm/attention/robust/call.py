@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polarlm.errors import UserError
-
 KERNELS = ("student", "exponential", "gaussian")  # of every backend, in the order in which native code numbers them
 PLAIN_KERNELS = (*KERNELS, "student_mle")  # of plain torch
 RADIAL_MODES = ("off", "own", "shared")
@@ -135,13 +133,13 @@ class RobustCall:
         if self.return_weights:
             return NO_WEIGHTS
         if self.equilibrium is not None:
-            return "the fast kernels only know block.radial_flow=decay"
+            return "the fast kernels do not know magnitudes that relax to m_eq (block/precision=equilibrium)"
         if self.consensus != "none":
-            return f"the fast kernels do not know block.consensus={self.consensus}"
+            return f"the fast kernels do not know block/aggregate={self.consensus}"
         if self.log_query_variance is not None or self.log_key_variance is not None:
-            return "the fast kernels do not know variances that every token brings along (block.uncertainty=carry)"
+            return "the fast kernels do not know variances that every token brings along (block/precision=carried)"
         if self.kernel == "student_mle":
-            return "the fast kernels do not know block.kernel=student_mle"
+            return "the fast kernels do not know block/influence=student_mle"
         return None
 
     def cosine(self) -> Tensor:
@@ -159,27 +157,26 @@ class RobustCall:
         """Refuse what no backend can compute."""
         for key, value, allowed in (
             ("kernel", self.kernel, PLAIN_KERNELS),
+            ("residual_form", self.residual_form, RESIDUAL_FORMS),
             ("radial", self.radial_mode, RADIAL_MODES),
             ("radial_correlation", self.radial_correlation, RADIAL_CORRELATIONS),
             ("consensus", self.consensus, CONSENSUS),
         ):
             if value not in allowed:
-                raise UserError(f"block.{key} is {value!r}; it must be one of {', '.join(allowed)}.")
-        check_residual_form(self.residual_form, self.kernel)
+                raise ValueError(f"{key} is {value!r}; it must be one of {', '.join(allowed)}.")
+        if self.residual_form == "dot" and self.kernel != "exponential":
+            raise ValueError(f"residual_form='dot' is no distance, and kernel={self.kernel!r} needs one.")
         if self.kernel in ("student", "student_mle") and self.noise.nu is None:
-            raise UserError(f"block.kernel={self.kernel} needs nu_t; set block.nu_t or choose another kernel.")
+            raise ValueError(f"kernel={self.kernel!r} needs the noise's nu.")
         if self.kernel == "exponential" and self.noise.tau is None:
-            raise UserError("block.kernel=exponential needs tau; set block.tau or choose another kernel.")
+            raise ValueError("kernel='exponential' needs the noise's tau.")
         if self.radial_mode != "off" and (self.radial is None or self.magnitude is None):
             raise ValueError(f"radial_mode={self.radial_mode!r} needs both the radial noise and the magnitude.")
         if self.consensus != "none" and (self.radial is None or self.magnitude is None):
             raise ValueError(f"consensus={self.consensus!r} needs both the radial noise and the magnitude.")
         correlated = self.radial_mode != "off" or self.consensus != "none"
         if correlated and self.radial_correlation == "qk" and self.kernel == "gaussian":
-            raise UserError(
-                "block.radial_correlation=qk correlates queries and keys, and block.kernel=gaussian has none; "
-                "set block.radial_correlation=vv or one."
-            )
+            raise ValueError("radial_correlation='qk' correlates queries and keys, and kernel='gaussian' has none.")
         q, k, v = self.q, self.k, self.v
         if q.shape[1] % k.shape[1] or k.shape != v.shape or q.shape[2] > k.shape[2] or q.shape[3] != k.shape[3]:
             raise ValueError(
@@ -190,18 +187,6 @@ class RobustCall:
             raise ValueError(f"forgotten {tuple(self.forgotten.shape)} must be (B,H,S) of q and k.")
         if self.documents is not None and self.documents.shape != (k.shape[0], k.shape[2]):
             raise ValueError(f"documents {tuple(self.documents.shape)} must be (B,S) = {(k.shape[0], k.shape[2])}.")
-
-
-def check_residual_form(form: str, kernel: str) -> str:
-    """The residual's form, checked against the kernel that has to digest it."""
-    if form not in RESIDUAL_FORMS:
-        raise UserError(f"block.residual_form is {form!r}; allowed: {', '.join(RESIDUAL_FORMS)}.")
-    if form == "dot" and kernel != "exponential":
-        raise UserError(
-            f"block.residual_form=dot is no distance, and block.kernel={kernel} needs one. "
-            "Set block.kernel=exponential, or block.residual_form=full."
-        )
-    return form
 
 
 @dataclass(frozen=True)
