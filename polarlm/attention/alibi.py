@@ -24,11 +24,11 @@ class AlibiAttention(StandardAttention):
         self.register_buffer("slopes", torch.tensor(slopes(shape.n_head)), persistent=False)
 
     def place(self, q: Tensor, k: Tensor, turns: Turns, context: TokenContext) -> tuple[Tensor, Tensor]:
-        """As they are: positions enter through the bias."""
+        """Queries and keys unchanged: positions enter through the bias."""
         return q, k
 
     def bias(self, x: Tensor, keys: int, context: TokenContext) -> Tensor:
-        """-m_h (i - j), (1, H, T, keys); what lies in the future is masked afterwards."""
+        """-m_h (i - j), (1, H, T, keys); future keys are masked later."""
         time = torch.arange(keys, device=x.device)
         lag = time[keys - x.shape[1] :, None] - time
         return (-self.slopes.to(torch.promote_types(x.dtype, torch.float32))[:, None, None] * lag).unsqueeze(0)

@@ -31,7 +31,7 @@ def calibrate(mixer: Mixer) -> None:
 
 
 def probe_rms(mixer: Mixer) -> float:
-    """RMS of what a mixer makes of a random stream as large as the one it will read."""
+    """RMS of a mixer's output for a random stream with the RMS that the mixer will read."""
     weight, training, width = mixer.out.weight, mixer.training, mixer.shape.d_model
     rows = max(2, PROBE_CHANNELS // width)
     positions = torch.arange(PROBE_LENGTH)

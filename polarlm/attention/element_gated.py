@@ -25,7 +25,7 @@ class ElementGatedAttention(StandardAttention):
         self.output_gate = linear(shape.d_model, shape.n_head * shape.head_dim, shape.initial.hidden(shape.d_model))
 
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
-        """As standard attention, then the gate."""
+        """Standard attention, then the gate."""
         turns = self.frequencies(context)
         q, k, v = split_heads(self.qkv(x), sum(self.heads)).split(self.heads, dim=1)
         k, v = self.shift(x, k, v, context)
@@ -53,13 +53,13 @@ class ElementGatedAttention(StandardAttention):
         return self.out(merge_heads(self.leaving(v_bar)) * torch.sigmoid(self.output_gate(x)))
 
     def shift(self, x: Tensor, k: Tensor, v: Tensor, context: TokenContext) -> tuple[Tensor, Tensor]:
-        """Keys and values as they are; a subclass mixes in those of the token before."""
+        """Keys and values unchanged; a subclass mixes in those of the previous token."""
         return k, v
 
     def leaving(self, v_bar: Tensor) -> Tensor:
-        """What leaves the heads before the gate."""
+        """The output of the heads before the gate."""
         return v_bar
 
     def flops_per_token(self, context: int) -> int:
-        """And the gate's product."""
+        """FLOPs of standard attention and of the gate."""
         return super().flops_per_token(context) + 2 * self.output_gate.weight.numel()

@@ -122,7 +122,7 @@ def scalar(name: str, value: float) -> Tensor:
 
 
 def refuse_noiseless(values: Mapping[str, Tensor], key_noise: str, floor: str) -> None:
-    """A key without any noise would have infinite precision."""
+    """Raise an error if a key has no noise at all: its precision would be infinite."""
     if bool(((values[key_noise] == 0) & (values[floor] == 0)).any()):
         raise UserError(
             f"block.{key_noise} and block.{floor} are both 0: infinite precision. Make one of them positive."

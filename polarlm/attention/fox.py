@@ -24,5 +24,5 @@ class ForgettingAttention(StandardAttention):
         self.rope = rope
 
     def place(self, q: Tensor, k: Tensor, turns: Turns, context: TokenContext) -> tuple[Tensor, Tensor]:
-        """Rotated only when asked for."""
+        """Queries and keys, rotated if `rope` is on."""
         return super().place(q, k, turns, context) if self.rope else (q, k)

@@ -27,11 +27,11 @@ class ProForgettingAttention(ElementGatedAttention):
         self.output_gain = nn.Parameter(torch.ones(shape.n_head, 1, shape.head_dim))
 
     def place(self, q: Tensor, k: Tensor, turns: Turns, context: TokenContext) -> tuple[Tensor, Tensor]:
-        """As they are: positions come from forgetting."""
+        """Queries and keys unchanged: positions come from forgetting."""
         return q, k
 
     def shift(self, x: Tensor, k: Tensor, v: Tensor, context: TokenContext) -> tuple[Tensor, Tensor]:
-        """Keys and values with a share of the token's before; the first of a document has none before it."""
+        """Keys and values mixed with the previous token's; the first token of a document has no previous one."""
         both = torch.cat((k, v), dim=1)
         share = torch.sigmoid(self.shift_rates(x)).transpose(1, 2).unsqueeze(-1)
         first = torch.zeros_like(both[:, :, :1])
@@ -53,5 +53,5 @@ class ProForgettingAttention(ElementGatedAttention):
         return (normed * self.output_gain).to(v_bar.dtype)
 
     def flops_per_token(self, context: int) -> int:
-        """And the shift's rates."""
+        """FLOPs of the gated block and of the shift's rates."""
         return super().flops_per_token(context) + 2 * self.shift_rates.weight.numel()

@@ -81,7 +81,7 @@ class KeyValueCache:
 
 @dataclass(frozen=True)
 class TokenContext:
-    """What a mixer gets besides x: where its tokens stand, what they may see, and what is to be kept of them."""
+    """What a mixer gets besides x: the positions of the tokens, their mask, and the cache and records to fill."""
 
     rotary: Rotary
     documents: Tensor | None = None  # (B, T) ids that attention must not cross
@@ -121,7 +121,7 @@ class Mixer(nn.Module):
 
     @contextlib.contextmanager
     def unit_step(self) -> Iterator[None]:
-        """Step with a size of 1 meanwhile; for mixers that have a step size."""
+        """Set the step size to 1 inside the `with` block; mixers without a step size do nothing."""
         yield
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> KeyValueCache:

@@ -15,7 +15,7 @@ from polarlm.geometry.transport import rotate
 class NormalisedAttention(StandardAttention):
     """softmax(sqrt(Dh) (s q_i/|q_i|) . (s k_j/|k_j|)) after rotation, s learned per head and channel.
 
-    s multiplies both sides, so its square is put on the query: keys stay what they are for every query head.
+    s multiplies both sides, so the query is multiplied by its square and all query heads share the same keys.
     """
 
     calibrated = False  # the frame normalises what leaves W_o
@@ -25,7 +25,7 @@ class NormalisedAttention(StandardAttention):
         self.qk_scale = nn.Parameter(torch.full((shape.n_head, 1, shape.head_dim), shape.d_model**-0.5))
 
     def place(self, q: Tensor, k: Tensor, turns: Turns, context: TokenContext) -> tuple[Tensor, Tensor]:
-        """Rotated, on their spheres; RMS 1 brings the sqrt(Dh) that replaces 1/sqrt(Dh)."""
+        """Queries and keys, normalised to RMS 1 and rotated; RMS 1 gives the factor sqrt(Dh) instead of 1/sqrt(Dh)."""
         s = self.qk_scale * self.shape.d_model**0.5  # kept as s' = s scale/init, with init 1 and scale 1/sqrt(d)
         q, k = (on_sphere(rotate(part, *tables), 1.0)[1] for part, tables in ((q, turns.queries), (k, turns.keys)))
         return q * s.square().to(q.dtype), k

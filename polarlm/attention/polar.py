@@ -123,7 +123,7 @@ class PolarAttention(Mixer):
 
     @contextlib.contextmanager
     def unit_step(self) -> Iterator[None]:
-        """With alpha = 1: W_o is scaled for that, so alpha is the size of the step and not cancelled by W_o."""
+        """Set alpha to 1 while W_o is scaled, so that the scale of W_o does not cancel alpha."""
         own: Any = self.estimator["alpha"]
         self.estimator["alpha"] = Positive(torch.ones_like(own().detach()), learn=own.raw.requires_grad)
         try:
@@ -132,13 +132,13 @@ class PolarAttention(Mixer):
             self.estimator["alpha"] = own
 
     def without_effect(self) -> set[str]:
-        """Settings that the others leave no use for."""
+        """Settings that have no effect together with the others."""
         return self.parts.without_effect()
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> KeyValueCache:
-        """Rotated keys, values and their magnitudes."""
+        """An empty cache for rotated keys, values and their magnitudes."""
         return KeyValueCache(batch, self.shape.n_kv_head, length, self.rotary_dim, device, dtype, magnitude=True)
 
     def flops_per_token(self, context: int) -> int:
-        """What the parts add up to."""
+        """The sum of the parts' FLOPs."""
         return sum(part.flops_per_token(context) for part in self.parts)

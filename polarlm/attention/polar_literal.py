@@ -136,7 +136,7 @@ class PolarLiteralAttention(Mixer):
         }
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> KeyValueCache:
-        """Rotated keys, values and their magnitudes of the single head."""
+        """An empty cache for the rotated keys, values and magnitudes of the single head."""
         return KeyValueCache(batch, 1, length, self.rotary_dim, device, dtype, magnitude=True)
 
     def flops_per_token(self, context: int) -> int:

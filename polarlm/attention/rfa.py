@@ -137,11 +137,11 @@ class RobustFilterAttention(Mixer):
         return self.out(merge_heads(update))
 
     def attend(self, call: RobustCall) -> AttentionOutput:
-        """The robust attention of a call, by the backend that may take it."""
+        """Robust attention, on the fastest backend that supports this call."""
         return robust_attention(call, "reference" if call.return_weights else self.backend)
 
     def update(self, v_bar: Tensor, own: Tensor) -> Tensor:
-        """What leaves the heads, from the estimates (B, H, T, Dh) and the tokens' own values (B, G, T, Dh)."""
+        """The output of the heads, from the estimates (B, H, T, Dh) and the tokens' own values (B, G, T, Dh)."""
         return v_bar
 
     def noise(self, parameters: dict[str, Tensor]) -> DirectionalNoise:

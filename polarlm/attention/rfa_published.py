@@ -95,7 +95,7 @@ class PublishedFilterAttention(RobustFilterAttention):
             return AttentionOutput((dropped @ v).to(call.v.dtype), logits.logsumexp(-1), weights=weights)
 
     def update(self, v_bar: Tensor, own: Tensor) -> Tensor:
-        """The estimate, minus the token's own value where that is asked for."""
+        """The estimate, minus the token's own value if `subtract_value` is on."""
         if not self.subtract_value:
             return v_bar
         return v_bar - own.repeat_interleave(v_bar.shape[1] // own.shape[1], dim=1)

@@ -101,24 +101,24 @@ class StandardAttention(Mixer):
         return shared and type(self).place is StandardAttention.place
 
     def place(self, q: Tensor, k: Tensor, turns: Turns, context: TokenContext) -> tuple[Tensor, Tensor]:
-        """Queries and keys with their positions in them, ready for the product."""
+        """Queries and keys after position encoding, ready for the dot product."""
         return rotate(q, *turns.queries), rotate(k, *turns.keys)
 
     def bias(self, x: Tensor, keys: int, context: TokenContext) -> Tensor | None:
-        """What is added to the logits before the soft-max, (1 or B, H, T, keys)."""
+        """The bias added to the logits before the softmax, (1 or B, H, T, keys)."""
         return None
 
     def combine(self, v_bar: Tensor, own: Tensor) -> Tensor:
-        """What leaves the heads, from the aggregated values (B, H, T, Dh) and the token's own (B, G, T, Dh)."""
+        """The output of the heads, from the aggregated values (B, H, T, Dh) and the tokens' own (B, G, T, Dh)."""
         return v_bar
 
     def constant_precision(self, device: torch.device) -> DirectionalNoise:
-        """With which robust attention's exponential kernel of -2 q.k is soft-max attention."""
+        """The precision for which robust attention with the exponential kernel of -2 q.k equals softmax attention."""
         one = torch.ones(self.shape.n_head, device=device)
         return DirectionalNoise(0 * one, 0 * one, 0 * one, one, 0 * one, tau=one * 4 * self.shape.head_dim**-0.5)
 
     def _attend_fading(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, forgotten: Tensor) -> Tensor:
-        """Soft-max attention whose past fades, in memory that grows with the tokens and not with their pairs."""
+        """Softmax attention with forget gates; memory grows linearly with the number of tokens."""
         call = RobustCall(
             q,
             k,

@@ -35,7 +35,7 @@ class XPosAttention(StandardAttention):
         self.register_buffer("log_zeta", (zeta.log() / scale).repeat(2).float(), persistent=False)
 
     def place(self, q: Tensor, k: Tensor, turns: Turns, context: TokenContext) -> tuple[Tensor, Tensor]:
-        """Rotated, and scaled by position."""
+        """Queries and keys, rotated and scaled by position."""
         positions = context.positions
         if positions is None:
             raise ValueError("xpos needs TokenContext.positions")

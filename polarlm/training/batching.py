@@ -1,4 +1,4 @@
-"""A batch size in tokens that stays the same whatever the micro-batch and the device count."""
+"""Batch size in tokens, independent of the micro-batch and the number of devices."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def plan_batches(batch_tokens: int, context: int, processes: int, micro_batch_to
 
 
 def plan_run(config: dict[str, Any]) -> tuple[BatchPlan, int]:
-    """How the steps of a configured run are cut, and how many there are."""
+    """The batch plan of a configured run and its number of steps."""
     t = config["trainer"]
     processes = t["devices"] * t["nodes"]
     plan = plan_batches(t["batch_tokens"], config["model"]["context"], processes, t["micro_batch_tokens"])
@@ -178,7 +178,7 @@ PATIENCE = 8  # times the seconds asked for: on a crowded machine fewer steps mu
 
 
 def seconds_per_step(configs: Sequence[dict[str, Any]], vocabulary: int, seconds: float = STEP_SECONDS) -> list[float]:
-    """Median seconds of an optimiser step of each configuration; taken in turn, so that a slow moment hits them all."""
+    """Median seconds of an optimiser step of each configuration, measured in turns so that noise affects all."""
     steps = [one_step(config, vocabulary) for config in configs]
     taken: list[list[float]] = [[] for _ in steps]
     started, rounds = time.perf_counter(), 0

@@ -29,7 +29,7 @@ from polarlm.training.recorder import Recorder
 
 
 class StepPart(Protocol):
-    """Something that happens after every optimiser step."""
+    """An action after every optimiser step."""
 
     def on_step_end(self, trainer: Any, module: Any) -> bool | None:
         """Do it; True ends the handling of this step (training is about to stop, nothing of it may be kept)."""
@@ -81,7 +81,7 @@ class Validation(pl.Callback):
 
 
 def end_here(trainer: pl.Trainer) -> None:
-    """Let this step be the run's last, for everything that happens after it."""
+    """Make this step the last one of the run."""
     trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
 
 

@@ -1,4 +1,4 @@
-"""When a checkpoint is written, and which are kept."""
+"""Decides when a checkpoint is written and which checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Checkpointing(Checkpoint):
         self.best: float | None = None
 
     def due(self, trainer: pl.Trainer) -> bool:
-        """Whether this step's state will be saved whatever its validation says."""
+        """Whether this step's state will be saved regardless of its validation loss."""
         return trainer.global_step % self.every == 0 or trainer.global_step == trainer.max_steps
 
     def forget(self) -> None:

@@ -32,7 +32,7 @@ PART_OF_PEAK = 0.6  # that a training step reaches of the speed of its matrix pr
 
 @dataclass(frozen=True)
 class Choice:
-    """A setting's value, and why."""
+    """The value chosen for a setting and the reason."""
 
     value: str
     why: str

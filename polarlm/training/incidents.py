@@ -35,7 +35,7 @@ SMALLEST_SPREAD = 0.02  # nats: a very smooth curve does not make every wiggle a
 
 
 class TrainingDiverged(UserError):
-    """The run can't go on by itself."""
+    """Training diverged and the run cannot continue without the user."""
 
 
 class Incidents(pl.Callback):

@@ -49,7 +49,7 @@ class StepMemory:
 
     @property
     def workspace(self) -> int:
-        """What comes and goes on top of the activations."""
+        """Temporary memory on top of the activations."""
         return max(self.output, self.last_block)
 
 

@@ -25,7 +25,7 @@ HUB_VOCABULARIES = {"openai-community/gpt2": 50_257}
 
 @dataclass(frozen=True)
 class ResourcePlan:
-    """Everything the command prints."""
+    """All numbers that `polarlm inspect --plan` prints."""
 
     config: dict[str, Any]
     settings: PlanSettings
@@ -94,7 +94,7 @@ def make_plan(config: dict[str, Any], settings: PlanSettings) -> ResourcePlan:
 
 
 def vocabulary_of(tokenizer: dict[str, Any]) -> int:
-    """How many tokens a tokenizer that does not exist yet will have."""
+    """Vocabulary size of a tokenizer, also of one that has not been trained yet."""
     kind, size = tokenizer["kind"], tokenizer.get("vocab_size")
     if kind == "byte":
         return ByteTokenizer.vocab_size
@@ -159,7 +159,7 @@ TITLES = {"workspace": "logits, workspace", "parallel": "buckets, gathered weigh
 
 
 def describe_plan(plan: ResourcePlan) -> str:
-    """The whole plan."""
+    """The plan as text."""
     return "\n".join([*_headline(plan), "", *_memory(plan), "", *_traffic(plan), "", *_time(plan), "", *_notes()])
 
 

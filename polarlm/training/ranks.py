@@ -29,7 +29,7 @@ def is_first() -> bool:
 
 
 def share_folder(folder: Path) -> None:
-    """Rank 0: let the other processes know."""
+    """Rank 0: announce the run folder to the other processes."""
     os.environ[FOLDER_VARIABLE] = str(folder.resolve())
     os.environ[STARTER_VARIABLE] = str(os.getpid())
     if _torchrun():
@@ -42,7 +42,7 @@ def share_folder(folder: Path) -> None:
 
 
 def shared_folder() -> Path:
-    """The other ranks: wait until rank 0 has chosen."""
+    """The other ranks: wait for the run folder that rank 0 has chosen."""
     if _torchrun():
         return Path(_store().get(_key()).decode())
     if FOLDER_VARIABLE in os.environ:
@@ -70,7 +70,7 @@ def end_with_starter() -> None:
 
 
 def forget_folder() -> None:
-    """Rank 0: the run is over."""
+    """Rank 0: remove the announcement when the run is over."""
     os.environ.pop(FOLDER_VARIABLE, None)
     os.environ.pop(STARTER_VARIABLE, None)
     if _slurm() and not _torchrun():

@@ -86,10 +86,10 @@ class RowLogger(Logger):
         self.pending |= {name: float(value) for name, value in metrics.items() if name != "epoch"}
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """config.yaml has them."""
+        """Do nothing: config.yaml holds the hyperparameters."""
 
     def take(self) -> dict[str, float]:
-        """What was logged since the last row."""
+        """The values logged since the last row, which are then cleared."""
         taken, self.pending = self.pending, {}
         return taken
 

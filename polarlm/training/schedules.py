@@ -39,7 +39,7 @@ class Schedule:
         return self.warmup_tokens if self.warmup_tokens is not None else self.warmup_fraction * total
 
     def check(self, total: int) -> None:
-        """Refuse what can't be: a run without tokens, a warm-up longer than the run."""
+        """Raise an error for a run without tokens or a warm-up longer than the run."""
         if total <= 0:
             raise UserError(f"The run has {total} tokens; set trainer.max_steps or trainer.max_tokens above 0")
         if not 0 <= self.warmup(total) <= total:
@@ -71,7 +71,7 @@ class Decay(Schedule):
             raise UserError(f"schedule.final_factor={self.final_factor} must lie between 0 and 1")
 
     def down(self, left: float) -> float:
-        """From 1, where all of the decay is left, to the final factor."""
+        """The factor during the decay: 1 at its beginning, the final factor at its end."""
         return self.final_factor + (1 - self.final_factor) * left
 
 
