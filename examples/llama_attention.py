@@ -1,4 +1,4 @@
-"""Polar attention inside a Hugging Face Llama: every attention layer is exchanged, everything else stays.
+"""Polar attention inside a Hugging Face Llama: replaces every attention layer and keeps the rest of the model.
 
 python examples/llama_attention.py      # a tiny Llama with random weights learns to repeat a text; no download
 """
@@ -15,7 +15,7 @@ from polarlm import PolarSelfAttention
 
 
 class PolarLlamaAttention(nn.Module):
-    """Takes the place of LlamaAttention; positions are made inside, so Llama's own rotary tables are not used."""
+    """Replaces LlamaAttention; it encodes positions itself, so Llama's own rotary tables are not used."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
