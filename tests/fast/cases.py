@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from polarlm.attention.robust import DirectionalNoise, RadialNoise, RobustCall, robust_attention
+from polarlm.operations import open_door
+
+open_door()  # as the first model does that a process builds
 
 
 @dataclasses.dataclass
