@@ -83,6 +83,7 @@ def change_run(folder: Path, chance: random.Random) -> str:
             json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"a": {"b": 1}, "splits": {"train": {}}}
         )
         value = mutated(known, chance)
+        path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(value), encoding="utf-8")
         return f"{path.name}: {value!r}"[:3000]
     path = chance.choice(sorted(p for p in folder.rglob("*") if p.is_file()))

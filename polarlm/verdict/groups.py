@@ -208,7 +208,7 @@ def _is_default(key: str, value: Any, run: Run) -> bool:
 def _sortable(value: Any) -> tuple:
     """Numbers as numbers, before words, before what is absent."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return (0, float(value), "")
+        return (0, value, "")
     return (2, 0.0, "") if value is None else (1, 0.0, str(value))
 
 

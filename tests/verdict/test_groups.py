@@ -108,3 +108,11 @@ def test_a_run_from_before_a_setting_has_the_value_it_had_then_and_what_says_not
         ("polar · forgetting=content", (1, 2)),
         ("polar · forgetting=none", (1, 2)),
     ]
+
+
+def test_a_number_beyond_float_is_sorted_like_any_other(tmp_path):
+    runs = [
+        read_run(write_run(tmp_path / str(n), "standard", diagnostics=False, changes={"tokenizer.vocab_size": size}))
+        for n, size in enumerate((10**400, 256))
+    ]
+    assert [g.varied for g in group_runs(runs)] == [{"tokenizer.vocab_size": 256}, {"tokenizer.vocab_size": 10**400}]
