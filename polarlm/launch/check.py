@@ -104,8 +104,9 @@ def check_open(group: str, given: Any, shipped: dict[str, Any], schema: type) ->
     checked: dict[str, Any] = {}
     # A symbol before the parts that take it: a wrong value is named as it was typed.
     for key, value in sorted(given.items(), key=lambda item: isinstance(item[1], dict)):
-        if group == "block" and isinstance(shipped.get(key), dict):
-            checked[key] = check_part(key, value, shipped[key])
+        part = shipped.get(key)
+        if group == "block" and isinstance(part, dict) and "kind" in part:
+            checked[key] = check_part(key, value, part)
         else:
             checked[key] = check_key(group, key, value, shipped, schema)
     return checked

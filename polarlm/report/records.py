@@ -1,5 +1,6 @@
 """Results of `eval.py` in the run folders: curves (position, length, corruption, calibration …) and numbers."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,14 @@ class RecordCurve:
     y_label: str = LOSS
     x_log: bool = False
     diagonal: bool = False  # draw y = x
+
+    def __post_init__(self) -> None:
+        if not all(_is_number(value) for value in (*self.x, *(self.y if self.diagonal else ()))):
+            raise TypeError(f"{self.name} has points that are no numbers")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
 
 
 def _position(record: dict[str, Any]) -> Iterator[RecordCurve]:
@@ -228,7 +237,7 @@ def _mean(curves: Sequence[RecordCurve]) -> dict[str, Any]:
         at = np.mean([c.x[:longest] for c in curves], axis=0).tolist()
         values = np.array([c.y[:longest] for c in curves], dtype=float)
     else:
-        tables = [{float(x): y for x, y in zip(c.x, c.y) if isinstance(y, (int, float))} for c in curves]
+        tables = [{float(x): y for x, y in zip(c.x, c.y) if _is_number(y)} for c in curves]
         at = sorted(set.intersection(*(set(t) for t in tables)))
         values = np.array([[table[x] for x in at] for table in tables], dtype=float).reshape(len(tables), len(at))
 

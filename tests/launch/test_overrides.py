@@ -104,6 +104,9 @@ def test_a_folder_configs_where_the_command_is_typed_adds_choices(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     (job,) = plan(config_loader(), "block=mine", "block.qk_norm=false").jobs
     assert job.config["block"]["qk_norm"] is False and job.config["choices"]["block"] == "mine"
+    (tmp_path / "configs" / "block" / "other.yaml").write_text("_target_: my.Block\nstep: {size: 1.0}\n")
+    (job,) = plan(config_loader(), "block=other", "block.step.size=2.0").jobs
+    assert job.config["block"]["step"] == {"size": 2.0}  # a mapping without a kind is no part
 
 
 @pytest.mark.parametrize("text", ["a: [", "a: 1\na: 2\n", "7", "defaults: standard\n", "\0", "a: &x {b: *x}\n"])

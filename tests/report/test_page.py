@@ -212,6 +212,10 @@ def test_bands_and_table_use_the_same_interval(tmp_path):
 def test_records_of_evaluations_become_panels_averaged_over_seeds(tmp_path):
     write_sweep(tmp_path / "runs", seeds=(1, 2), evaluations=True, diagnostics=False)
     (tmp_path / "runs" / "polar-seed1" / "evaluations" / "torn.json").write_text("{")
+    for number, points in enumerate((0, ["x"], [10**400], None)):  # damaged: neither drawn nor in the way
+        reliability = {"probability": [0.1], "frequency": points}
+        record = {"protocol": {"name": "calibration", "data": str(number)}, "calibration": {"reliability": reliability}}
+        (tmp_path / "runs" / "polar-seed1" / "evaluations" / f"{number}.json").write_text(json.dumps(record))
     compare(tmp_path / "runs", "--out", tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     panels = {panel["name"]: panel for panel in payload_of(page)["records"]}
