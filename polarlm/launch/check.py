@@ -15,7 +15,6 @@ from polarlm.block_keys import (
     is_parted,
     part_choices,
     part_settings,
-    refuse_contradictions,
     users_of,
 )
 from polarlm.data.config import DataConfig, read_data_config
@@ -30,6 +29,7 @@ from polarlm.launch.schema import (
 )
 from polarlm.locations import choices_of
 from polarlm.model.config import GPTConfig
+from polarlm.part_rules import refuse_contradictions
 from polarlm.settings import check_value, checked_value, plain_settings
 
 PER_HEAD = {f.name for f in fields(BlockSettings) if "PerHead" in str(f.type)}

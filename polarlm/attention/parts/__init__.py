@@ -15,8 +15,9 @@ from polarlm.attention.parts.precision import Precision
 from polarlm.attention.parts.radial import Radial
 from polarlm.attention.parts.step import PolarStep
 from polarlm.attention.parts.transport import Transport
-from polarlm.block_keys import flat_block, refuse_contradictions
+from polarlm.block_keys import flat_block
 from polarlm.errors import UserError
+from polarlm.part_rules import refuse_contradictions
 
 if TYPE_CHECKING:
     from polarlm.attention.polar import PolarAttention
